@@ -1,0 +1,68 @@
+"""Names of workflows, activities, task queues, search attributes, and how ids are built.
+
+Every name is explicit and stands here once, so that code can move without breaking histories.
+"""
+
+from __future__ import annotations
+
+import re
+
+RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
+
+# Workflows
+TRAINING_RUN = "TrainingRun"
+ROLLOUT_GROUP = "RolloutGroup"
+
+# Activities on the queue `everroll` (light)
+PREPARE_RUN = "prepare_run"
+STORE_GROUP = "store_group"
+RELEASE_SESSIONS = "release_sessions"
+AWAIT_GROUP = "await_group"
+PUBLISH_WEIGHTS = "publish_weights"
+
+# Activities on the queue `everroll-rollout`
+RUN_EPISODE = "run_episode"
+COLLECT_SAMPLES = "collect_samples"
+
+# Activities on the queue `everroll-train`
+PREPARE_TRAINER = "prepare_trainer"
+TRAIN_STEP = "train_step"
+
+# Queries, signals and updates of TrainingRun
+QUERY_STATUS = "status"
+SIGNAL_STOP = "stop"
+
+# Search attributes, registered by `everroll up`
+SEARCH_RUN = "EverrollRun"
+SEARCH_STEP = "EverrollStep"
+SEARCH_PHASE = "EverrollPhase"
+SEARCH_REWARD = "EverrollReward"
+
+DEFAULT_TASK_QUEUE = "everroll"
+
+
+def rollout_queue(task_queue: str) -> str:
+    """The task queue of episodes and collection."""
+    return f"{task_queue}-rollout"
+
+
+def train_queue(task_queue: str) -> str:
+    """The task queue of the one trainer."""
+    return f"{task_queue}-train"
+
+
+def run_workflow_id(run: str) -> str:
+    return f"everroll/{run}"
+
+
+def group_workflow_id(run: str, group: int) -> str:
+    return f"everroll/{run}/group/{group}"
+
+
+def session_id(run: str, group: int, member: int, attempt: int) -> str:
+    """The session of one attempt at one episode; the same on every retry of its activities."""
+    return f"{run}-{group}-{member}-{attempt}"
+
+
+def is_valid_run_name(name: str) -> bool:
+    return re.match(RUN_NAME_PATTERN, name) is not None

@@ -1,0 +1,198 @@
+"""Requests and results of episodes, collection and groups."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from everroll.contracts.base import Payload
+from everroll.contracts.names import session_id
+from everroll.contracts.outcomes import Cause, SampleStatus
+from everroll.contracts.spec import AgentSpec, RolloutSection, SamplingSpec
+
+
+class BlobRef(Payload):
+    """Reference to a write-once blob in the store; the hash is checked on every read."""
+
+    uri: str
+    sha256: str
+    num_bytes: int
+
+
+class DatasetRef(Payload):
+    """A data set as every worker must see it: the fingerprint is checked before a prompt is used."""
+
+    path: str
+    fingerprint: str
+    """sha256 over the file's bytes."""
+    num_prompts: int
+    seed: int
+    shuffle: bool
+
+
+class EpisodeKey(Payload):
+    """Identity of one attempt at one episode."""
+
+    run: str
+    group: int
+    member: int
+    attempt: int = 0
+    """Counts refills; retries of an activity keep it."""
+
+    @property
+    def session_id(self) -> str:
+        return session_id(self.run, self.group, self.member, self.attempt)
+
+    def __str__(self) -> str:
+        return f"run {self.run} group {self.group} member {self.member} attempt {self.attempt}"
+
+
+class EpisodeRequest(Payload):
+    """Input of `run_episode`."""
+
+    key: EpisodeKey
+    dataset: DatasetRef
+    agent: AgentSpec
+    sampling: SamplingSpec
+    seed: int
+    session_url: str
+    timeout_seconds: float
+    transport_attempts: int = 3
+
+
+class EpisodeReport(Payload):
+    """Result of `run_episode`: small, whatever the agent did."""
+
+    key: EpisodeKey
+    status: SampleStatus
+    """COMPLETED, FAILED (the agent raised) or ABORTED (no session could be had)."""
+    prompt_index: int
+    reward: float | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    cause: Cause | None = None
+    duration_seconds: float = 0.0
+
+
+class CollectRequest(Payload):
+    """Input of `collect_samples`."""
+
+    key: EpisodeKey
+    session_url: str
+    store_url: str
+    max_seq_len: int | None = None
+    transport_attempts: int = 3
+
+
+class SamplesRef(Payload):
+    """The stored samples of one episode."""
+
+    blob: BlobRef
+    num_samples: int
+    num_tokens: int
+    num_sampled_tokens: int
+    min_weight_version: int
+    max_weight_version: int
+
+
+class CollectResult(Payload):
+    """Result of `collect_samples`."""
+
+    key: EpisodeKey
+    status: SampleStatus
+    """COMPLETED, TRUNCATED or ABORTED."""
+    samples: SamplesRef | None = None
+    """None exactly when ABORTED."""
+    cause: Cause | None = None
+
+
+class EpisodeOutcome(Payload):
+    """Report and collection of one episode taken together."""
+
+    key: EpisodeKey
+    status: SampleStatus
+    prompt_index: int
+    reward: float | None = None
+    metrics: dict[str, float] = Field(default_factory=dict)
+    samples: SamplesRef | None = None
+    cause: Cause | None = None
+    duration_seconds: float = 0.0
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.status.has_verdict and self.reward is not None and self.samples is not None
+
+
+class GroupRequest(Payload):
+    """Input of the `RolloutGroup` workflow."""
+
+    run: str
+    group: int
+    weight_version: int
+    """Version published when the group was started."""
+    dataset: DatasetRef
+    rollout: RolloutSection
+    seed: int
+    session_url: str
+    store_url: str
+    task_queue: str
+
+
+class StoreGroupRequest(Payload):
+    """Input of `store_group`: write the group's manifest."""
+
+    run: str
+    group: int
+    store_url: str
+    outcomes: list[EpisodeOutcome]
+    """One per member, ordered by member."""
+
+
+class GroupManifest(Payload):
+    """What the store holds of a trainable group; the trainer reads it."""
+
+    schema_version: int = 1
+    run: str
+    group: int
+    prompt_index: int
+    outcomes: list[EpisodeOutcome]
+    """One per member, ordered by member; all trainable."""
+
+
+class GroupResult(Payload):
+    """Result of the `RolloutGroup` workflow."""
+
+    group: int
+    prompt_index: int
+    manifest: BlobRef | None = None
+    """None exactly when the group was dropped."""
+    dropped: Cause | None = None
+    num_episodes: int = 0
+    """Episodes played, refills included."""
+    num_tokens: int = 0
+    num_sampled_tokens: int = 0
+    mean_reward: float | None = None
+    """Mean over the members that have a reward."""
+    min_weight_version: int | None = None
+    unusable: dict[str, int] = Field(default_factory=dict)
+    """Aborted and failed episodes by cause kind."""
+    last_cause: Cause | None = None
+    """The latest of them, for people."""
+    agent_metrics: dict[str, float] = Field(default_factory=dict)
+    """Means over members of what the agents reported."""
+    duration_seconds: float = 0.0
+
+    @property
+    def is_trainable(self) -> bool:
+        return self.manifest is not None
+
+
+class ReleaseRequest(Payload):
+    """Input of `release_sessions`."""
+
+    session_url: str
+    session_ids: list[str]
+
+
+class ReleaseResult(Payload):
+    released: int
+    failed: int
+    last_error: str = ""

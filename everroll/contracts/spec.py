@@ -1,0 +1,200 @@
+"""The run specification: what a run file (TOML) holds, and the input of the `TrainingRun` workflow.
+
+Durations are in seconds and named so; paths are made absolute when a run file is loaded (`everroll.runfile`).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, model_validator
+
+from everroll.contracts.base import Spec
+from everroll.contracts.names import DEFAULT_TASK_QUEUE, RUN_NAME_PATTERN
+
+Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
+PositiveInt = Annotated[int, Field(ge=1)]
+
+
+class RunSection(Spec):
+    """[run]: identity and length of the run."""
+
+    name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
+    """Name of the run; its workflow id is `everroll/<name>`."""
+    num_steps: PositiveInt
+    """Optimizer steps to take."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of everything random in the run: episodes, sampling and training derive theirs from it."""
+    output_dir: str = ".everroll/runs"
+    """Directory that will hold `<name>/`: checkpoints, metrics and the resolved run file."""
+
+
+class ModelSection(Spec):
+    """[model]: the policy that is trained."""
+
+    path: str
+    """Checkpoint directory in Hugging Face layout (config, safetensors, tokenizer)."""
+    renderer: str = "auto"
+    """Chat renderer of the `renderers` package, e.g. `qwen3`; `auto` asks the package to tell from the model's name."""
+    chat_template: dict[str, bool | int | float | str] = Field(default_factory=dict)
+    """Arguments of the chat template that the renderer understands, e.g. `enable_thinking = false`."""
+
+
+class DataSection(Spec):
+    """[data]: the prompts."""
+
+    path: str
+    """JSONL file, one prompt a line: `messages` (chat) or `text`, and optionally `label` and `metadata`."""
+    seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
+    """Seed of the order within each epoch."""
+    shuffle: bool = True
+    """Shuffle each epoch; false keeps the file's order."""
+
+
+class SamplingSpec(Spec):
+    """[rollout.sampling]: sampling values pinned by the run; they win over what an agent asks for."""
+
+    temperature: Annotated[float, Field(gt=0, le=10)] = 1.0
+    """Softmax temperature. Recorded with each sample, and used again by the loss."""
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """Nucleus sampling; below 1 the recorded log-probabilities are not renormalised to the nucleus."""
+    top_k: Annotated[int, Field(ge=-1)] = -1
+    """Sample among the k likeliest tokens only; -1 for all."""
+    max_tokens: PositiveInt = 1024
+    """Most tokens sampled in one turn."""
+    stop_token_ids: list[int] = Field(default_factory=list)
+    """Token ids that end a turn, besides those of the chat template."""
+
+    @model_validator(mode="after")
+    def _check_top_k(self) -> SamplingSpec:
+        if self.top_k == 0:
+            raise ValueError("top_k must be -1 (all tokens) or at least 1")
+        return self
+
+
+class AgentSpec(Spec):
+    """[rollout.agent]: what plays an episode. Exactly one of `function` and `command`."""
+
+    function: str | None = None
+    """Python function `package.module:name`, importable by the rollout workers (see docs/agents.md)."""
+    command: list[str] | None = None
+    """Program and arguments, run once per episode; it finds its session and prompt in the environment."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the agent unchanged."""
+    reward_key: str = "reward"
+    """Key of the reward when the agent returns a mapping."""
+
+    @model_validator(mode="after")
+    def _check_one(self) -> AgentSpec:
+        if (self.function is None) == (self.command is None):
+            raise ValueError("give exactly one of `function` and `command`")
+        if self.function is not None and self.function.count(":") != 1:
+            raise ValueError(f"`function` must look like `package.module:name`, not {self.function!r}")
+        if self.command is not None and not self.command:
+            raise ValueError("`command` must name a program")
+        return self
+
+
+class RolloutSection(Spec):
+    """[rollout]: how episodes are played and collected."""
+
+    agent: AgentSpec
+    sampling: SamplingSpec = Field(default_factory=SamplingSpec)
+    groups_per_step: PositiveInt = 8
+    """Groups in one training batch."""
+    episodes_per_group: Annotated[int, Field(ge=2)] = 8
+    """Episodes of the same prompt in one group."""
+    max_staleness: Annotated[int, Field(ge=0)] = 0
+    """0: synchronous. S > 0: groups may be up to S weight versions old, and rollouts overlap with training."""
+    max_seq_len: Annotated[int, Field(ge=2)] | None = None
+    """Samples are truncated to this many tokens; without it, nothing is truncated."""
+    on_unusable: Literal["drop", "refill"] = "refill"
+    """A group with an aborted or failed member: `drop` drops the whole group, `refill` samples that member again."""
+    max_refills: Annotated[int, Field(ge=0)] = 3
+    """Most new attempts per member under `refill`; after that the group is dropped."""
+    drop_zero_variance: bool = False
+    """Drop groups whose rewards are all equal: they carry no gradient."""
+    max_empty_rounds: PositiveInt = 3
+    """Fail after this many times a batch's worth of consecutive groups without a single trainable one."""
+    episode_timeout_seconds: Seconds = 600.0
+    """Deadline of one episode, its retries after lost workers not counted."""
+    group_timeout_seconds: Seconds = 3600.0
+    """Deadline of one group, all members and refills included."""
+    collect_attempts: PositiveInt = 3
+    """Attempts at a call that failed in transport before its sample is aborted; 1 never retries."""
+    heartbeat_timeout_seconds: Seconds = 10.0
+    """A rollout worker that is silent for so long is taken for dead, and its episodes go on elsewhere."""
+
+
+class TrainSection(Spec):
+    """[train]: policy optimisation."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-6
+    """AdamW learning rate after warm-up."""
+    warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps over which the learning rate rises linearly from 0."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
+    """AdamW's betas."""
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
+    """Clip the gradient's global norm; leave out for none."""
+    advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
+    """Group-relative: `grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves one out."""
+    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    """Lower bound of the probability ratio is 1 - clip_low."""
+    clip_high: Annotated[float, Field(ge=0)] = 0.2
+    """Upper bound of the probability ratio is 1 + clip_high."""
+    normalization: Literal["token", "sequence"] = "token"
+    """Mean over all sampled tokens of the batch, or mean over samples of each one's token mean."""
+    num_minibatches: PositiveInt = 1
+    """Split a batch into so many optimizer updates (1 keeps it on-policy). Must divide `groups_per_step`."""
+    tokens_per_microbatch: PositiveInt = 16384
+    """Most tokens in one forward and backward pass, padding included. Does not change the gradient."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Compute type; master weights are float32."""
+    device: str = "auto"
+    """`auto`, `cpu`, `cuda`, `cuda:0`, ..."""
+    checkpoint_every: PositiveInt = 1
+    """Steps between checkpoints of the optimizer; weights are written at every step."""
+    keep_checkpoints: Annotated[int, Field(ge=1)] = 3
+    """Checkpoints kept; older ones are removed."""
+    step_timeout_seconds: Seconds = 3600.0
+    """Deadline of one training step."""
+
+
+class ServicesSection(Spec):
+    """[services]: where things run. The defaults are those of the local stack (`everroll up`)."""
+
+    temporal_address: str = "127.0.0.1:7233"
+    temporal_namespace: str = "default"
+    task_queue: str = DEFAULT_TASK_QUEUE
+    """Task queue of the workflows; episodes use `<task_queue>-rollout`, the trainer `<task_queue>-train`."""
+    session_url: str = "http://127.0.0.1:8810"
+    """Base URL of the session server."""
+    engine_urls: list[str] = Field(default_factory=lambda: ["http://127.0.0.1:8820"], min_length=1)
+    """Base URLs of the engines that new weights are published to."""
+    store_url: str = ".everroll/store"
+    """Where sample blobs live: a directory."""
+    publish_timeout_seconds: Seconds = 600.0
+    """Deadline for bringing all engines to a new weight version."""
+
+
+class RunSpec(Spec):
+    """A whole run file."""
+
+    run: RunSection
+    model: ModelSection
+    data: DataSection
+    rollout: RolloutSection
+    train: TrainSection = Field(default_factory=TrainSection)
+    services: ServicesSection = Field(default_factory=ServicesSection)
+
+    @model_validator(mode="after")
+    def _check_minibatches(self) -> RunSpec:
+        if self.rollout.groups_per_step % self.train.num_minibatches:
+            raise ValueError(
+                f"train.num_minibatches = {self.train.num_minibatches} must divide "
+                f"rollout.groups_per_step = {self.rollout.groups_per_step}"
+            )
+        return self

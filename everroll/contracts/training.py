@@ -1,0 +1,194 @@
+"""Requests and results of training and publishing, the state of a run, and what `status` answers."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from pydantic import Field
+
+from everroll.contracts.base import Payload
+from everroll.contracts.outcomes import Cause
+from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
+from everroll.contracts.spec import ModelSection, RunSpec, TrainSection
+
+
+class GroupBatchItem(Payload):
+    """One group of a training batch."""
+
+    group: int
+    manifest: BlobRef
+
+
+class PrepareTrainerRequest(Payload):
+    """Input of `prepare_trainer`: make checkpoint 0 from the user's model if the run has none yet."""
+
+    run: str
+    run_dir: str
+    seed: int
+    model: ModelSection
+    train: TrainSection
+
+
+class Weights(Payload):
+    """Weights that engines can load: a directory in Hugging Face layout."""
+
+    version: int
+    path: str
+
+
+class TrainRequest(Payload):
+    """Input of `train_step`: turn version `step - 1` into version `step`."""
+
+    run: str
+    run_dir: str
+    step: int
+    """Optimizer step to take, counted from 1."""
+    seed: int
+    store_url: str
+    batch: list[GroupBatchItem]
+    """Ordered by group index."""
+    model: ModelSection
+    train: TrainSection
+
+
+class TrainResult(Payload):
+    """Result of `train_step`."""
+
+    step: int
+    weights: Weights
+    metrics: dict[str, float]
+    applied: bool = True
+    """False if this step had been applied by an earlier attempt and was only looked up."""
+
+
+class PublishRequest(Payload):
+    """Input of `publish_weights`: bring every engine to this version. Idempotent."""
+
+    weights: Weights
+    engine_urls: list[str]
+    timeout_seconds: float
+
+
+class PublishResult(Payload):
+    version: int
+    seconds_by_engine: dict[str, float] = Field(default_factory=dict)
+    """Only engines that had to be updated."""
+
+
+class PrepareRunRequest(Payload):
+    """Input of `prepare_run`: preflight, and the data set's fingerprint."""
+
+    spec: RunSpec
+
+
+class PrepareRunResult(Payload):
+    dataset: DatasetRef
+
+
+class Phase(StrEnum):
+    """What a run is doing now."""
+
+    PREPARING = "preparing"
+    ROLLOUT = "rollout"
+    TRAINING = "training"
+    PUBLISHING = "publishing"
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+class StepRecord(Payload):
+    """One finished optimizer step, for people."""
+
+    step: int
+    weight_version: int
+    groups: list[int]
+    mean_reward: float
+    num_episodes: int
+    num_tokens: int
+    num_sampled_tokens: int
+    dropped: dict[str, int] = Field(default_factory=dict)
+    """Groups dropped while this batch was gathered, by cause kind."""
+    unusable: dict[str, int] = Field(default_factory=dict)
+    """Aborted and failed episodes while this batch was gathered, by cause kind."""
+    rollout_seconds: float = 0.0
+    train_seconds: float = 0.0
+    publish_seconds: float = 0.0
+    metrics: dict[str, float] = Field(default_factory=dict)
+
+
+class RunState(Payload):
+    """Everything that `TrainingRun` carries through continue-as-new."""
+
+    dataset: DatasetRef | None = None
+    step: int = 0
+    """Optimizer steps applied and published."""
+    weights: Weights | None = None
+    next_group: int = 0
+    """Cursor: index of the next group to start. Group n plays prompt n of the deterministic order."""
+    in_flight: dict[int, int] = Field(default_factory=dict)
+    """Groups started and not settled, with the weight version at their start."""
+    ready: list[GroupResult] = Field(default_factory=list)
+    """Trainable groups not yet trained, ordered by group index."""
+    trained_groups: int = 0
+    dropped_groups: dict[str, int] = Field(default_factory=dict)
+    """Settled as dropped, by cause kind."""
+    unusable_episodes: dict[str, int] = Field(default_factory=dict)
+    """Aborted and failed episodes, by cause kind."""
+    last_cause: Cause | None = None
+    consecutive_dropped: int = 0
+    """Groups dropped since the last trainable one."""
+    num_episodes: int = 0
+    num_sampled_tokens: int = 0
+    recent_steps: list[StepRecord] = Field(default_factory=list)
+    """The latest steps, oldest first, at most 20; the whole record is `<run_dir>/steps.jsonl`."""
+    pending_dropped: dict[str, int] = Field(default_factory=dict)
+    pending_unusable: dict[str, int] = Field(default_factory=dict)
+    """Counts since the last finished step."""
+    generation: int = 0
+    """Times continued as new."""
+
+
+class TrainingRunRequest(Payload):
+    """Input of the `TrainingRun` workflow. Start with `spec` alone."""
+
+    spec: RunSpec
+    state: RunState | None = None
+
+
+class TrainingRunResult(Payload):
+    """Result of the `TrainingRun` workflow."""
+
+    run: str
+    steps: int
+    weights: Weights | None
+    trained_groups: int
+    dropped_groups: dict[str, int]
+    unusable_episodes: dict[str, int]
+    stopped: bool = False
+    """True if it was asked to stop before its last step."""
+
+
+class RunStatus(Payload):
+    """Answer to the query `status`."""
+
+    run: str
+    phase: Phase
+    step: int
+    num_steps: int
+    weight_version: int
+    groups_in_flight: list[int]
+    groups_ready: int
+    groups_wanted: int
+    next_group: int
+    trained_groups: int
+    dropped_groups: dict[str, int]
+    unusable_episodes: dict[str, int]
+    last_cause: Cause | None
+    num_episodes: int
+    num_sampled_tokens: int
+    mean_reward: float | None
+    """Of the last finished step."""
+    recent_steps: list[StepRecord]
+    generation: int = 0
+    stop_requested: bool = False
