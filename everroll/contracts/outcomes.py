@@ -90,3 +90,7 @@ class ErrorType(StrEnum):
     """Bounded effort gave no trainable batch."""
     PAYLOAD_TOO_LARGE = "PayloadsTooLarge"
     """Raised by the SDK; retrying it loops for ever."""
+
+
+class BadAnswerError(ValueError):
+    """A server's 2xx answer cannot be decoded or breaks the protocol."""

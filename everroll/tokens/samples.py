@@ -17,9 +17,10 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_safetensors
 from safetensors.numpy import save as save_safetensors
 
-from everroll.contracts.outcomes import SampleStatus
+from everroll.contracts.outcomes import BadAnswerError, SampleStatus
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = 1
+_HEADER_KEY = "everroll"
 NOT_SAMPLED_VERSION = -1
 _DTYPES = {
     "token_ids": np.dtype(np.int32),
@@ -31,7 +32,7 @@ _DTYPES = {
 _RAGGED = ("token_ids", "loss_mask", "sampler_logprobs", "weight_versions")
 
 
-class MalformedSamplesError(ValueError):
+class MalformedSamplesError(BadAnswerError):
     """A samples body or a sample breaks the format; the message names the session, the sample and the field."""
 
 
@@ -118,20 +119,20 @@ def encode_samples(sample_set: SampleSet) -> bytes:
     header = {
         "schema_version": SCHEMA_VERSION,
         "session_id": sample_set.session_id,
-        "samples": json.dumps(
-            [
-                {
-                    "status": sample.status.value,
-                    "finish_reason": sample.finish_reason,
-                    "temperature": sample.temperature,
-                    "num_turns": sample.num_turns,
-                }
-                for sample in sample_set.samples
-            ]
-        ),
-        "metadata": json.dumps(sample_set.metadata, sort_keys=True),
+        "samples": [
+            {
+                "status": sample.status.value,
+                "finish_reason": sample.finish_reason,
+                "temperature": sample.temperature,
+                "num_turns": sample.num_turns,
+            }
+            for sample in sample_set.samples
+        ],
+        "metadata": sample_set.metadata,
     }
-    return save_safetensors(tensors, metadata=header)
+    # One key only: safetensors does not keep the order of several, and equal sets must give equal bytes.
+    body: bytes = save_safetensors(tensors, metadata={_HEADER_KEY: json.dumps(header, sort_keys=True)})
+    return body
 
 
 def decode_samples(body: bytes) -> SampleSet:
@@ -142,13 +143,13 @@ def decode_samples(body: bytes) -> SampleSet:
             sample that is not valid.
     """
     header = _read_header(body)
-    session_id = str(header.get("session_id", "?"))
     try:
+        session_id = str(header["session_id"])
+        records = list(header["samples"])
+        metadata = dict(header["metadata"])
         tensors = load_safetensors(body)
-        records = json.loads(header["samples"])
-        metadata = json.loads(header["metadata"])
-    except (SafetensorError, KeyError, ValueError) as error:
-        raise MalformedSamplesError(f"session {session_id}: {error!r}") from error
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise MalformedSamplesError(f"samples body cannot be read: {error!r}") from error
     if set(tensors) != set(_DTYPES):
         raise MalformedSamplesError(f"session {session_id}: tensors {sorted(tensors)}, expected {sorted(_DTYPES)}")
     offsets = tensors["offsets"]
@@ -174,18 +175,16 @@ def decode_samples(body: bytes) -> SampleSet:
     return SampleSet(session_id=session_id, samples=tuple(samples), metadata=metadata)
 
 
-def _read_header(body: bytes) -> dict[str, str]:
-    """The free-form part of a safetensors header (`safetensors.numpy.load` drops it)."""
+def _read_header(body: bytes) -> dict[str, Any]:
+    """Everroll's part of the safetensors header (`safetensors.numpy.load` drops it)."""
     try:
         size = int.from_bytes(body[:8], "little")
         if len(body) < 8 + size:
-            raise MalformedSamplesError(f"samples body of {len(body)} bytes is cut short")
-        header = json.loads(body[8 : 8 + size])
-        metadata = header.get("__metadata__", {})
-    except (UnicodeDecodeError, ValueError, AttributeError) as error:
-        if isinstance(error, MalformedSamplesError):
-            raise
-        raise MalformedSamplesError(f"not a safetensors body: {error}") from error
-    if metadata.get("schema_version") != SCHEMA_VERSION:
-        raise MalformedSamplesError(f"samples schema {metadata.get('schema_version')!r}, expected {SCHEMA_VERSION!r}")
-    return dict(metadata)
+            raise ValueError(f"{len(body)} bytes, cut short")
+        header = json.loads(json.loads(body[8 : 8 + size])["__metadata__"][_HEADER_KEY])
+        version = header["schema_version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise MalformedSamplesError(f"not a samples body: {error!r}") from error
+    if version != SCHEMA_VERSION:
+        raise MalformedSamplesError(f"samples schema {version!r}, expected {SCHEMA_VERSION!r}")
+    return dict(header)

@@ -1,0 +1,133 @@
+"""The failure boundary: from exception to outcome, in one table. Nothing else in the tree decides what is fatal.
+
+Exception                                                      Outcome
+-------------------------------------------------------------  ------------------------------------------------
+asyncio.CancelledError                                         CANCELLED: raised on, never absorbed
+httpx.UnsupportedProtocol, LocalProtocolError, InvalidURL      TERMINAL, ConfigurationError: cannot heal
+httpx.DecodingError, BadAnswerError, MalformedSamplesError     TERMINAL, BadAnswerError
+httpx.TransportError (all others), TimeoutError                TRANSIENT: the sample is ABORTED, the run goes on
+ServerStatusError (any non-2xx)                                TERMINAL, RuntimeError with method, URL, status, body
+everything else                                                TERMINAL, ProgrammingError
+
+Error tree of Everroll itself:
+
+    RuntimeError
+      ServerStatusError      a server answered, and not with 2xx
+      ConfigurationError     the run cannot work as configured
+    ValueError
+      BadAnswerError         (everroll.contracts.outcomes) a 2xx answer that cannot be decoded or breaks the protocol
+        MalformedSamplesError (everroll.tokens.samples)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import dataclass
+from enum import Enum
+
+import httpx
+from temporalio.exceptions import ApplicationError
+
+from everroll.contracts.outcomes import BadAnswerError, Cause, CauseKind, ErrorType
+
+_BODY_LIMIT = 2000
+
+
+class ServerStatusError(RuntimeError):
+    """A server answered with a non-2xx status. The message holds method, URL, status and body."""
+
+    def __init__(self, method: str, url: str, status: int, body: str) -> None:
+        self.method, self.url, self.status, self.body = method, url, status, body
+        super().__init__(f"{method} {url} answered {status}: {body}")
+
+
+class ConfigurationError(RuntimeError):
+    """The run cannot work as configured; the message says what to change."""
+
+
+class Outcome(Enum):
+    TRANSIENT = "transient"
+    TERMINAL = "terminal"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What an exception means."""
+
+    outcome: Outcome
+    error_type: ErrorType | None = None
+    """Set exactly for TERMINAL."""
+    cause_kind: CauseKind | None = None
+    """Set exactly for TRANSIENT."""
+
+
+# The first row that matches decides.
+_TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
+    ((asyncio.CancelledError,), Verdict(Outcome.CANCELLED)),
+    (
+        (httpx.UnsupportedProtocol, httpx.LocalProtocolError, httpx.InvalidURL, ConfigurationError),
+        Verdict(Outcome.TERMINAL, ErrorType.CONFIGURATION),
+    ),
+    ((httpx.DecodingError, BadAnswerError), Verdict(Outcome.TERMINAL, ErrorType.BAD_ANSWER)),
+    ((httpx.TimeoutException, TimeoutError), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TIMEOUT)),
+    ((httpx.TransportError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
+    ((ServerStatusError,), Verdict(Outcome.TERMINAL, ErrorType.SERVER)),
+    ((BaseException,), Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)),
+]
+
+
+def classify(error: BaseException) -> Verdict:
+    """Look an exception up in the table."""
+    return next(verdict for types, verdict in _TABLE if isinstance(error, types))
+
+
+def build_cause(error: BaseException, server: str | None) -> Cause:
+    """The cause of an abort, for an exception that `classify` calls transient."""
+    kind = classify(error).cause_kind
+    if kind is None:
+        raise ValueError(f"not a transient error: {error!r}")
+    return Cause(kind=kind, error=type(error).__name__, message=str(error)[:_BODY_LIMIT], server=server)
+
+
+def to_application_error(error: BaseException) -> ApplicationError:
+    """The one place where a terminal exception becomes an `ApplicationError`: typed, never retried, cause kept."""
+    if isinstance(error, ApplicationError):
+        return error
+    verdict = classify(error)
+    if verdict.error_type is None:
+        raise ValueError(f"not a terminal error: {error!r}")
+    text = (
+        str(error) if isinstance(error, (ServerStatusError, ConfigurationError)) else f"{type(error).__name__}: {error}"
+    )
+    return ApplicationError(text, type=verdict.error_type.value, non_retryable=True)
+
+
+def raise_for_status(response: httpx.Response) -> None:
+    """Raise unless the status is 2xx. The body must have been read.
+
+    Raises:
+        ServerStatusError: with method, URL, status and the first 2,000 characters of the body.
+    """
+    if response.is_success:
+        return
+    request = response.request
+    raise ServerStatusError(request.method, str(request.url), response.status_code, response.text[:_BODY_LIMIT])
+
+
+def parse_json(response: httpx.Response) -> dict[str, object]:
+    """The JSON object in a 2xx answer.
+
+    Raises:
+        BadAnswerError: not JSON, or not an object.
+    """
+    try:
+        value = response.json()
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise BadAnswerError(f"{response.request.method} {response.request.url} answered no JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise BadAnswerError(
+            f"{response.request.method} {response.request.url} answered no JSON object: {value!r:.200}"
+        )
+    return value
