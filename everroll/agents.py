@@ -1,0 +1,236 @@
+"""The agent contract: a Python function, or a command, that plays one episode and returns its reward.
+
+A function is `async def agent(episode: Episode) -> float | Mapping[str, float]` (a plain `def` runs on a thread). A
+mapping holds the reward under the run's `reward_key`; its other numbers are reported as metrics. The agent talks to
+`episode.base_url` with any OpenAI client; everything the model says there is recorded by the session server.
+
+A command finds the same in its environment (see `build_command_environment`) and prints its result, a number or a JSON
+object, as the last line of its standard output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import inspect
+import json
+import math
+import os
+import signal
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from everroll.contracts.rollout import EpisodeKey
+from everroll.contracts.spec import AgentSpec
+from everroll.failures import ConfigurationError
+from everroll.prompts import Prompt
+
+if TYPE_CHECKING:
+    import httpx
+    from openai import AsyncOpenAI
+
+_OUTPUT_LIMIT_BYTES = 64 * 1024
+_KILL_GRACE_SECONDS = 5.0
+_CLIENT_TIMEOUT_SECONDS = 600.0
+
+
+class AgentError(Exception):
+    """The agent failed: its function raised, its command exited with an error, or its result is no reward."""
+
+
+class AgentClients:
+    """HTTP clients that all episodes of a worker process share."""
+
+    def __init__(self, http: httpx.AsyncClient) -> None:
+        self.http = http
+        self._openai: AsyncOpenAI | None = None
+
+    def get_openai(self) -> AsyncOpenAI:
+        if self._openai is None:
+            from openai import AsyncOpenAI
+
+            self._openai = AsyncOpenAI(
+                base_url="http://unset.invalid", api_key="unset", timeout=_CLIENT_TIMEOUT_SECONDS
+            )
+        return self._openai
+
+    async def close(self) -> None:
+        if self._openai is not None:
+            await self._openai.close()
+
+
+@dataclass(frozen=True)
+class Episode:
+    """What an agent gets: its prompt, and the session to talk to."""
+
+    key: EpisodeKey
+    prompt: Prompt
+    base_url: str
+    """OpenAI base URL of this episode's session, ending in `/v1`."""
+    api_key: str = field(repr=False)
+    """Opens this session and no other."""
+    seed: int
+    """Derives from run, group and member; for randomness of the environment."""
+    args: dict[str, Any]
+    """`rollout.agent.args` of the run file."""
+    clients: AgentClients = field(repr=False)
+    model: str = "policy"
+    """Model name to send; the session server serves only one."""
+
+    @property
+    def http(self) -> httpx.AsyncClient:
+        """An HTTP client shared by all episodes of this process; do not close it."""
+        return self.clients.http
+
+    def openai(self) -> AsyncOpenAI:
+        """An OpenAI client for this session, over connections shared by all episodes; do not close it."""
+        return self.clients.get_openai().with_options(base_url=self.base_url, api_key=self.api_key)
+
+
+@dataclass(frozen=True)
+class AgentResult:
+    """A checked result."""
+
+    reward: float | None
+    """None when the agent returned nothing: there is no verdict, and no reward is invented."""
+    metrics: dict[str, float]
+
+
+def load_agent_function(path: str) -> Callable[[Episode], Any]:
+    """Import `package.module:name`.
+
+    Raises:
+        ConfigurationError: it cannot be imported or is not callable.
+    """
+    module_name, _, name = path.partition(":")
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationError(
+            f"agent function {path!r} cannot be imported by this worker: {error}. Is its package installed, or in the "
+            f"directory that the worker was started from?"
+        ) from error
+    if not callable(target):
+        raise ConfigurationError(f"agent function {path!r} is not callable")
+    return target  # type: ignore[no-any-return]
+
+
+async def run_agent(spec: AgentSpec, episode: Episode) -> AgentResult:
+    """Play one episode.
+
+    Raises:
+        AgentError: the agent failed; the cause is kept.
+        ConfigurationError: there is no such agent.
+    """
+    if spec.function is not None:
+        value = await _run_function(load_agent_function(spec.function), episode)
+    else:
+        value = await _run_command(spec.command or [], episode)
+    return check_result(value, spec.reward_key)
+
+
+async def _run_function(function: Callable[[Episode], Any], episode: Episode) -> Any:
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await function(episode)
+        value = await asyncio.to_thread(function, episode)
+        return await value if inspect.isawaitable(value) else value
+    except Exception as error:
+        raise AgentError(f"{type(error).__name__}: {error}") from error
+
+
+def build_command_environment(episode: Episode) -> dict[str, str]:
+    """Variables that a command finds, on top of the worker's own without its secrets."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EVERROLL_")}
+    return {
+        **inherited,
+        "OPENAI_BASE_URL": episode.base_url,
+        "OPENAI_API_KEY": episode.api_key,
+        "EVERROLL_MODEL": episode.model,
+        "EVERROLL_SEED": str(episode.seed),
+        "EVERROLL_PROMPT": json.dumps(
+            {
+                "index": episode.prompt.index,
+                "messages": episode.prompt.messages,
+                "label": episode.prompt.label,
+                "metadata": episode.prompt.metadata,
+            }
+        ),
+        "EVERROLL_ARGS": json.dumps(episode.args),
+    }
+
+
+async def _run_command(command: list[str], episode: Episode) -> Any:
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *command,
+            stdin=asyncio.subprocess.DEVNULL,
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.PIPE,
+            env=build_command_environment(episode),
+            start_new_session=True,
+        )
+    except OSError as error:
+        raise ConfigurationError(f"agent command {command[0]!r} cannot be started: {error}") from error
+    try:
+        stdout, stderr = await process.communicate()
+    finally:
+        await _end_process_group(process)
+    if process.returncode != 0:
+        text = stderr[-_OUTPUT_LIMIT_BYTES:].decode(errors="replace").strip()
+        raise AgentError(f"{command[0]} exited with {process.returncode}: {text[-2000:]}")
+    return _parse_command_output(stdout)
+
+
+async def _end_process_group(process: asyncio.subprocess.Process) -> None:
+    """End the command and whatever it left running, also when the episode is cancelled."""
+    for signal_number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, signal_number)
+        except ProcessLookupError:
+            return
+        if process.returncode is not None:
+            continue
+        try:
+            await asyncio.wait_for(process.wait(), _KILL_GRACE_SECONDS)
+        except TimeoutError:
+            continue
+
+
+def _parse_command_output(stdout: bytes) -> Any:
+    lines = stdout[-_OUTPUT_LIMIT_BYTES:].decode(errors="replace").strip().splitlines()
+    if not lines:
+        return None
+    try:
+        return json.loads(lines[-1])
+    except ValueError as error:
+        raise AgentError(f"the last line of output is neither a number nor JSON: {lines[-1]!r:.200}") from error
+
+
+def check_result(value: Any, reward_key: str) -> AgentResult:
+    """Check what an agent returned.
+
+    Raises:
+        AgentError: the reward is not a finite number, or missing from the mapping.
+    """
+    if value is None:
+        return AgentResult(reward=None, metrics={})
+    if not isinstance(value, Mapping):
+        return AgentResult(reward=_check_number(value, "reward"), metrics={})
+    if reward_key not in value:
+        raise AgentError(f"the agent's result has no key {reward_key!r}, only {sorted(map(str, value))}")
+    metrics = {str(name): _check_number(number, str(name)) for name, number in value.items() if name != reward_key}
+    return AgentResult(reward=_check_number(value[reward_key], reward_key), metrics=metrics)
+
+
+def _check_number(value: Any, name: str) -> float:
+    # numpy and torch scalars count as numbers; strings that look like one do not.
+    if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
+        raise AgentError(f"{name} is {value!r}, not a number")
+    number = float(value)
+    if not math.isfinite(number):
+        raise AgentError(f"{name} is {number}, not finite")
+    return number

@@ -1,0 +1,56 @@
+"""How every Everroll process talks Temporal: one plugin with converter, payload guard and sandbox rules."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from temporalio.api.common.v1 import Payload
+from temporalio.contrib.pydantic import PydanticPayloadConverter
+from temporalio.converter import DataConverter, PayloadCodec
+from temporalio.exceptions import ApplicationError
+from temporalio.plugin import SimplePlugin
+from temporalio.worker import WorkflowRunner
+from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
+
+from everroll.contracts.outcomes import ErrorType
+
+MAX_PAYLOAD_BYTES = 256 * 1024
+_PASSED_THROUGH = ("everroll.contracts", "pydantic", "pydantic_core", "annotated_types", "typing_extensions")
+
+
+class PayloadGuard(PayloadCodec):
+    """Refuses payloads above 256 KiB before they are sent (I9): arrays belong in the store, references in history."""
+
+    async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
+        for payload in payloads:
+            if len(payload.data) > MAX_PAYLOAD_BYTES:
+                raise ApplicationError(
+                    f"a payload of {len(payload.data)} bytes was about to be sent to Temporal; the limit is "
+                    f"{MAX_PAYLOAD_BYTES}. It starts with: {payload.data[:200]!r}",
+                    type=ErrorType.PAYLOAD_TOO_LARGE.value,
+                    non_retryable=True,
+                )
+        return list(payloads)
+
+    async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
+        return list(payloads)
+
+
+def build_data_converter() -> DataConverter:
+    return DataConverter(payload_converter_class=PydanticPayloadConverter, payload_codec=PayloadGuard())
+
+
+def build_plugin() -> SimplePlugin:
+    """The plugin that clients, workers, replayers and test environments share."""
+    return SimplePlugin("everroll", data_converter=build_data_converter(), workflow_runner=_configure_runner)
+
+
+def _configure_runner(runner: WorkflowRunner | None) -> WorkflowRunner:
+    if not isinstance(runner, SandboxedWorkflowRunner):
+        raise TypeError(f"Everroll's workflows run in the sandbox, not in {runner!r}")
+    restrictions: SandboxRestrictions = runner.restrictions.with_passthrough_modules(*_PASSED_THROUGH)
+    return dataclasses.replace(runner, restrictions=restrictions)
+
+
+__all__ = ["MAX_PAYLOAD_BYTES", "PayloadGuard", "build_data_converter", "build_plugin"]
