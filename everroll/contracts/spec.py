@@ -134,11 +134,13 @@ class TrainSection(Spec):
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly from 0."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """AdamW's decoupled weight decay."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     """AdamW's betas."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """AdamW's epsilon."""
     max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Clip the gradient's global norm; leave out for none."""
+    """Clip the gradient's global norm; a huge value such as 1e9 never clips."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Group-relative: `grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves one out."""
     clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
@@ -167,7 +169,9 @@ class ServicesSection(Spec):
     """[services]: where things run. The defaults are those of the local stack (`everroll up`)."""
 
     temporal_address: str = "127.0.0.1:7233"
+    """Host and port of the Temporal server."""
     temporal_namespace: str = "default"
+    """Temporal namespace that holds the run."""
     task_queue: str = DEFAULT_TASK_QUEUE
     """Task queue of the workflows; episodes use `<task_queue>-rollout`, the trainer `<task_queue>-train`."""
     session_url: str = "http://127.0.0.1:8810"
