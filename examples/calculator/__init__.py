@@ -1,0 +1,1 @@
+"""A tiny two-turn task, its agent, and a tiny model that learns it: what `make demo` runs."""

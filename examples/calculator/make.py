@@ -1,0 +1,93 @@
+"""Make the tiny model and its prompts: `python -m examples.calculator.make --out DIR --seed N`.
+
+Writes `DIR/model`, a checkpoint in Hugging Face layout, and `DIR/prompts.jsonl`. Equal seeds give equal bytes on the
+same machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from pathlib import Path
+from random import Random
+
+import torch
+from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+from examples.calculator.task import draw_demonstration, draw_problem
+from examples.calculator.tokenizer import train_tokenizer
+from examples.calculator.tools import TOOLS
+from examples.calculator.warmup import build_renderer, encode_demonstration, warm_up
+
+NUM_PROMPTS = 512
+NUM_DEMONSTRATIONS = 2000
+VOCAB_SIZE = 640
+WARM_UP_STEPS = 150
+BATCH_SIZE = 32
+LEARNING_RATE = 3e-3
+
+
+def make(out: Path, seed: int) -> None:
+    """Write the checkpoint and the prompts into `out`."""
+    rng = Random(seed)
+    demonstrations = [draw_demonstration(rng) for _ in range(NUM_DEMONSTRATIONS)]
+    tokenizer = build_tokenizer(demonstrations[:100])
+    renderer = build_renderer(tokenizer)
+    opening = tokenizer.encode("<think>\n\n</think>\n\n")
+    encoded = [encode_demonstration(renderer, opening, messages) for messages in demonstrations]
+    model = build_model(tokenizer, seed)
+    warm_up(model, encoded, steps=WARM_UP_STEPS, batch_size=BATCH_SIZE, rate=LEARNING_RATE, seed=seed)
+    model.save_pretrained(out / "model")
+    tokenizer.save_pretrained(out / "model")
+    write_prompts(out / "prompts.jsonl", rng)
+
+
+def build_tokenizer(demonstrations: list[list[dict]]) -> PreTrainedTokenizerFast:
+    """A vocabulary learned from whole rendered conversations, so that the fixed parts become few tokens."""
+    plain = train_tokenizer([])
+    renderer = build_renderer(plain)
+    texts = [plain.decode(renderer.render(messages, tools=TOOLS).token_ids) for messages in demonstrations]
+    return train_tokenizer(texts, VOCAB_SIZE)
+
+
+def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausalLM:
+    """A Qwen3 of two layers with random weights."""
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=96,
+        intermediate_size=256,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=24,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        dtype="float32",
+    )
+    torch.manual_seed(seed)
+    return Qwen3ForCausalLM(config)
+
+
+def write_prompts(path: Path, rng: Random) -> None:
+    """Write `NUM_PROMPTS` problems as JSON lines."""
+    lines = [json.dumps(draw_problem(rng).to_prompt()) for _ in range(NUM_PROMPTS)]
+    path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="directory to write into")
+    parser.add_argument("--seed", type=int, default=0)
+    options = parser.parse_args()
+    started = time.perf_counter()
+    make(options.out, options.seed)
+    print(f"made {options.out / 'model'} and {options.out / 'prompts.jsonl'} in {time.perf_counter() - started:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

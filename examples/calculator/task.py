@@ -1,0 +1,88 @@
+"""The task: sums put in words, and demonstrations of how they are solved, most of them flawed."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from random import Random
+from typing import Any
+
+from examples.calculator.tools import OPERATIONS, call_tool
+
+PHRASES = {
+    "add": ("What is {a} plus {b}?", "Add {a} and {b}.", "Find the sum of {a} and {b}."),
+    "subtract": ("What is {a} minus {b}?", "From {a} take {b}.", "How much more than {b} is {a}?"),
+    "multiply": ("What is {a} times {b}?", "Multiply {a} by {b}.", "Find the product of {a} and {b}."),
+}
+RIGHT_CALL_SHARE = 0.45
+RIGHT_REPLY_SHARE = 0.45
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One sum, put in words."""
+
+    tool: str
+    a: int
+    b: int
+    text: str
+
+    @property
+    def answer(self) -> int:
+        return OPERATIONS[self.tool](self.a, self.b)
+
+    def to_prompt(self) -> dict[str, Any]:
+        """A line of the data set."""
+        return {
+            "messages": [{"role": "user", "content": self.text}],
+            "label": {"tool": self.tool, "answer": self.answer},
+            "metadata": {"a": self.a, "b": self.b},
+        }
+
+
+def draw_problem(rng: Random) -> Problem:
+    """Operands have two digits, and the first is the larger, so that no answer is negative."""
+    tool = rng.choice(list(PHRASES))
+    phrase = rng.choice(PHRASES[tool])
+    b, a = sorted(rng.sample(range(10, 100), 2))
+    return Problem(tool=tool, a=a, b=b, text=phrase.format(a=a, b=b))
+
+
+def build_demonstration(problem: Problem, tool: str, a: int, b: int, reply: str | None = None) -> list[dict[str, Any]]:
+    """The conversation in which the model calls `tool` with `a` and `b`, and then replies.
+
+    Without `reply`, it replies with the tool's answer.
+    """
+    arguments = json.dumps({"a": a, "b": b})
+    answer = call_tool(tool, arguments)
+    call = {"id": "call", "type": "function", "function": {"name": tool, "arguments": arguments}}
+    return [
+        {"role": "user", "content": problem.text},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "call", "content": answer},
+        {"role": "assistant", "content": format_reply(answer) if reply is None else reply},
+    ]
+
+
+def format_reply(answer: object) -> str:
+    return f"The answer is {answer}."
+
+
+def draw_demonstration(rng: Random) -> list[dict[str, Any]]:
+    """A demonstration whose call and whose reply are each right in fewer than half of the cases."""
+    problem = draw_problem(rng)
+    tool, a, b = problem.tool, problem.a, problem.b
+    if rng.random() >= RIGHT_CALL_SHARE:
+        tool, a, b = rng.choice(_list_wrong_calls(problem))
+    reply = None
+    if rng.random() >= RIGHT_REPLY_SHARE:
+        reply = rng.choice(("I do not know.", format_reply(a), format_reply(b)))
+    return build_demonstration(problem, tool, a, b, reply)
+
+
+def _list_wrong_calls(problem: Problem) -> list[tuple[str, int, int]]:
+    """Another tool, or a subtraction the wrong way round."""
+    calls = [(tool, problem.a, problem.b) for tool in OPERATIONS if tool != problem.tool]
+    if problem.tool == "subtract":
+        calls.append(("subtract", problem.b, problem.a))
+    return calls

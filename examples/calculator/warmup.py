@@ -1,0 +1,79 @@
+"""The tiny model's supervised warm-up: cross-entropy on the assistant's tokens of demonstrations.
+
+Shapes: B sequences in a batch, T tokens in the longest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from random import Random
+from typing import Any, NamedTuple
+
+import torch
+from renderers.configs import Qwen3RendererConfig
+from renderers.qwen3 import Qwen3Renderer
+from transformers import PreTrainedTokenizerFast, Qwen3ForCausalLM
+
+from examples.calculator.tools import TOOLS
+
+IGNORED = -100
+"""The target that cross-entropy leaves out."""
+
+
+class Encoded(NamedTuple):
+    """A demonstration of T tokens."""
+
+    token_ids: list[int]  # [T]
+    is_sampled: list[bool]  # [T] True where the model would have sampled the token
+
+
+def build_renderer(tokenizer: PreTrainedTokenizerFast) -> Qwen3Renderer:
+    """Qwen3's chat format without thinking, as `run.toml` asks for."""
+    return Qwen3Renderer(tokenizer, Qwen3RendererConfig(enable_thinking=False))
+
+
+def encode_demonstration(renderer: Qwen3Renderer, opening: Sequence[int], messages: list[dict[str, Any]]) -> Encoded:
+    """Render a conversation and find what the model would have sampled in it.
+
+    `opening` is the empty thought that the format puts before each reply. It stands in the prompt, not in the
+    completion, though the renderer counts it as the assistant's.
+    """
+    rendered = renderer.render(messages, tools=TOOLS)
+    is_sampled = list(rendered.sampled_mask)
+    for index in range(1, len(is_sampled)):
+        if is_sampled[index] and not rendered.sampled_mask[index - 1]:
+            is_sampled[index : index + len(opening)] = [False] * len(opening)
+    return Encoded(list(rendered.token_ids), is_sampled)
+
+
+def warm_up(
+    model: Qwen3ForCausalLM, demonstrations: Sequence[Encoded], *, steps: int, batch_size: int, rate: float, seed: int
+) -> float:
+    """Train in place, the learning rate falling linearly to zero. Returns the last step's loss in nats per token."""
+    rng = Random(seed)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    model.train()
+    loss = torch.tensor(0.0)
+    for _ in range(steps):
+        loss = _compute_loss(model, rng.sample(demonstrations, batch_size))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+    model.eval()
+    return loss.item()
+
+
+def _compute_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
+    length = max(len(encoded.token_ids) for encoded in batch)
+    token_ids_BT = torch.zeros(len(batch), length, dtype=torch.long)
+    targets_BT = torch.full((len(batch), length), IGNORED)
+    for row, (token_ids, is_sampled) in enumerate(batch):
+        ids_T = torch.tensor(token_ids)
+        token_ids_BT[row, : len(token_ids)] = ids_T
+        targets_BT[row, : len(token_ids)] = ids_T.where(torch.tensor(is_sampled), IGNORED)
+    # Padding stands on the right, where causal attention keeps it from being seen.
+    logits_BTV = model(input_ids=token_ids_BT).logits
+    return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten())
