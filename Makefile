@@ -1,0 +1,53 @@
+# `make demo`, `make test` and `make check` need Python 3.11 or later and nothing else: the first use makes .venv.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+
+.PHONY: demo test test-unit test-slow check format docs install clean clean-all
+
+install: $(INSTALLED)
+
+# Torch's CPU build is the smaller one; pip takes it where an index offers it (see CONTRIBUTING.md).
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "Python 3.11 or later is needed; name one with: make PYTHON=python3.12 ..."; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Start everything on this machine, train the calculator agent, and show that the reward rises.
+demo: $(INSTALLED)
+	$(BIN)/everroll demo
+
+test: $(INSTALLED)
+	$(BIN)/python -m pytest -m 'not slow'
+
+test-unit: $(INSTALLED)
+	$(BIN)/python -m pytest tests/unit -m 'not slow'
+
+test-slow: $(INSTALLED)
+	$(BIN)/python -m pytest -m slow
+
+check: $(INSTALLED)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+	$(BIN)/python -m pytest -q tests/unit/test_imports.py
+
+format: $(INSTALLED)
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+# Files that are generated from the code; a test fails when they are out of date.
+docs: $(INSTALLED)
+	$(BIN)/everroll run-file-reference > docs/run-file.md
+
+# What the demo, the tests and the checks leave behind; the user's own stack in .everroll stays.
+clean:
+	rm -rf .everroll/demo .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist *.egg-info
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+clean-all: clean
+	rm -rf $(VENV) .everroll

@@ -1,0 +1,138 @@
+"""Show a followed run: a live panel on a terminal, plain lines otherwise."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Protocol
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from everroll.cli.progress import (
+    Progress,
+    draw_bar,
+    draw_sparkline,
+    format_counts,
+    format_rate,
+    format_reward,
+    reward_scale,
+)
+from everroll.contracts.training import StepRecord
+
+_PLAIN_SECONDS = 10.0
+
+
+class Display(Protocol):
+    """Where progress goes."""
+
+    def __enter__(self) -> Display: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+    def update(self, now_seconds: float, progress: Progress) -> None: ...
+
+
+def make_display(console: Console, url: str | None) -> Display:
+    return LiveDisplay(console, url) if console.is_terminal else PlainDisplay(console)
+
+
+class LiveDisplay:
+    """Redraws a few lines in place; other output of the same console goes above them."""
+
+    def __init__(self, console: Console, url: str | None) -> None:
+        self._live = Live(console=console, auto_refresh=False, transient=True)
+        self._url = url
+
+    def __enter__(self) -> LiveDisplay:
+        self._live.__enter__()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._live.__exit__(kind, error, trace)
+
+    def update(self, now_seconds: float, progress: Progress) -> None:
+        self._live.update(render_progress(progress, self._url), refresh=True)
+
+
+class PlainDisplay:
+    """Prints a line when a step is done, and every ten seconds."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._last_step: int | None = None
+        self._last_line = ""
+        self._last_seconds = 0.0
+
+    def __enter__(self) -> PlainDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+    def update(self, now_seconds: float, progress: Progress) -> None:
+        step = progress.status.step if progress.status else None
+        line = progress.describe()
+        due = now_seconds - self._last_seconds >= _PLAIN_SECONDS
+        if line != self._last_line and (due or step != self._last_step):
+            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._last_step, self._last_line, self._last_seconds = step, line, now_seconds
+
+
+def render_progress(progress: Progress, url: str | None) -> RenderableType:
+    """The live panel."""
+    status = progress.status
+    if status is None:
+        return Text(progress.describe())
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="bold")
+    table.add_column()
+    bar = ProgressBar(total=status.num_steps, completed=status.step, width=40)
+    steps = progress.ordered_steps
+    rewards = draw_sparkline([record.mean_reward for record in steps], *reward_scale(steps))
+    step = Table.grid(padding=(0, 1))
+    step.add_row(f"{status.step}/{status.num_steps}", bar, status.phase.value)
+    table.add_row("step", step)
+    table.add_row("mean reward", f"{format_reward(status.mean_reward)}  {rewards}")
+    table.add_row(
+        "groups", f"{status.groups_ready} of {status.groups_wanted}, {len(status.groups_in_flight)} in flight"
+    )
+    table.add_row("tokens/s", format_rate(progress.rate.compute()))
+    table.add_row("aborts", format_counts(status.unusable_episodes))
+    if status.last_cause is not None:
+        table.add_row("last cause", str(status.last_cause))
+    if progress.view is not None and progress.view.status_error is not None:
+        table.add_row("attention", Text(progress.view.status_error, style="yellow"))
+    return Group(table, Text(f"web UI  {url}")) if url else table
+
+
+def render_steps(steps: list[StepRecord]) -> RenderableType:
+    """Reward by step."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("step", "reward"):
+        table.add_column(name, justify="right")
+    table.add_column("")
+    for name in ("episodes", "sampled tokens", "rollout s", "train s", "publish s", "aborts"):
+        table.add_column(name, justify="right")
+    _, high = reward_scale(steps)
+    for record in steps:
+        table.add_row(
+            str(record.step),
+            format_reward(record.mean_reward),
+            draw_bar(record.mean_reward, high, 30),
+            str(record.num_episodes),
+            str(record.num_sampled_tokens),
+            f"{record.rollout_seconds:.1f}",
+            f"{record.train_seconds:.1f}",
+            f"{record.publish_seconds:.1f}",
+            format_counts(record.unusable),
+        )
+    return table

@@ -1,0 +1,41 @@
+"""Entry point of `everroll`."""
+
+from __future__ import annotations
+
+import sys
+
+import typer
+
+from everroll.cli import demo, processes, reference, runs, stack
+from everroll.cli.errors import CommandError
+
+app = typer.Typer(
+    name="everroll",
+    help="Durable rollouts for reinforcement learning of LLM agents, on Temporal.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+app.command("run")(runs.run)
+app.command("start")(runs.start)
+app.command("status")(runs.status)
+app.command("watch")(runs.watch)
+app.command("stop")(runs.stop)
+app.command("list")(runs.list_runs)
+app.command("spec")(runs.spec)
+app.command("up")(stack.up)
+app.command("down")(stack.down)
+app.command("demo")(demo.demo)
+app.command("engine", context_settings=processes.PASS_ARGUMENTS)(processes.engine)
+app.command("session-server", context_settings=processes.PASS_ARGUMENTS)(processes.session_server)
+app.command("run-file-reference", hidden=True)(reference.run_file_reference)
+
+
+def main() -> None:
+    """Run the command line; a `CommandError` ends it with a message and its exit code."""
+    try:
+        app()
+    except CommandError as error:
+        print(error, file=sys.stderr)
+        sys.exit(error.exit_code)

@@ -1,0 +1,34 @@
+"""Commands that run one server: engine, session-server."""
+
+from __future__ import annotations
+
+import typer
+
+PASS_ARGUMENTS = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+"""Typer leaves all arguments, `--help` too, to these commands: their options come from the settings models."""
+
+
+def engine(context: typer.Context) -> None:
+    """Run the embedded inference engine, which speaks SGLang's wire (--help for its options)."""
+    from everroll.cli.server_process import ServerProcess
+
+    ServerProcess(
+        name="engine",
+        module="everroll.engines.embedded.server",
+        settings="EngineSettings",
+        extra="engine",
+        help="Run the embedded inference engine, which speaks SGLang's wire.",
+    ).run(context.args)
+
+
+def session_server(context: typer.Context) -> None:
+    """Run the session server (--help for its options)."""
+    from everroll.cli.server_process import ServerProcess
+
+    ServerProcess(
+        name="session-server",
+        module="everroll.sessions.server",
+        settings="SessionServerSettings",
+        extra="sessions",
+        help="Run the session server.",
+    ).run(context.args)
