@@ -7,6 +7,8 @@ httpx.UnsupportedProtocol, LocalProtocolError, InvalidURL      TERMINAL, Configu
 httpx.DecodingError, BadAnswerError, MalformedSamplesError     TERMINAL, BadAnswerError
 httpx.TransportError (all others), TimeoutError                TRANSIENT: the sample is ABORTED, the run goes on
 ServerStatusError (any non-2xx)                                TERMINAL, RuntimeError with method, URL, status, body
+TrainingError                                                  TERMINAL, TrainingError: the trainer refused
+PublishError                                                   TERMINAL, PublishError: an engine refused new weights
 everything else                                                TERMINAL, ProgrammingError
 
 Error tree of Everroll itself:
@@ -29,7 +31,14 @@ from enum import Enum
 import httpx
 from temporalio.exceptions import ApplicationError
 
-from everroll.contracts.outcomes import BadAnswerError, Cause, CauseKind, ErrorType
+from everroll.contracts.outcomes import (
+    BadAnswerError,
+    Cause,
+    CauseKind,
+    ErrorType,
+    PublishError,
+    TrainingError,
+)
 
 _BODY_LIMIT = 2000
 
@@ -74,6 +83,8 @@ _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((httpx.TimeoutException, TimeoutError), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TIMEOUT)),
     ((httpx.TransportError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((ServerStatusError,), Verdict(Outcome.TERMINAL, ErrorType.SERVER)),
+    ((TrainingError,), Verdict(Outcome.TERMINAL, ErrorType.TRAINING)),
+    ((PublishError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),
     ((BaseException,), Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)),
 ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Sequence
 
 from temporalio.api.common.v1 import Payload
@@ -10,6 +11,7 @@ from temporalio.contrib.pydantic import PydanticPayloadConverter
 from temporalio.converter import DataConverter, PayloadCodec
 from temporalio.exceptions import ApplicationError
 from temporalio.plugin import SimplePlugin
+from temporalio.runtime import LogForwardingConfig, LoggingConfig, Runtime, TelemetryConfig, TelemetryFilter
 from temporalio.worker import WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
@@ -37,6 +39,16 @@ class PayloadGuard(PayloadCodec):
         return list(payloads)
 
 
+def install_runtime() -> None:
+    """Send the SDK core's own log to Python's logging: by itself it writes to standard output.
+
+    Call once, in `main()`, before the first client is made.
+    """
+    forwarding = LogForwardingConfig(logger=logging.getLogger("temporal_core"))
+    telemetry = TelemetryConfig(logging=LoggingConfig(filter=TelemetryFilter("WARN", "ERROR"), forwarding=forwarding))
+    Runtime.set_default(Runtime(telemetry=telemetry), error_if_already_set=False)
+
+
 def build_data_converter() -> DataConverter:
     return DataConverter(payload_converter_class=PydanticPayloadConverter, payload_codec=PayloadGuard())
 
@@ -52,5 +64,3 @@ def _configure_runner(runner: WorkflowRunner | None) -> WorkflowRunner:
     restrictions: SandboxRestrictions = runner.restrictions.with_passthrough_modules(*_PASSED_THROUGH)
     return dataclasses.replace(runner, restrictions=restrictions)
 
-
-__all__ = ["MAX_PAYLOAD_BYTES", "PayloadGuard", "build_data_converter", "build_plugin"]

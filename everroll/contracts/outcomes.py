@@ -44,8 +44,8 @@ class CauseKind(StrEnum):
     """The agent function raised, or its command failed."""
     DEADLINE = "deadline"
     """The episode ran past its deadline."""
-    TOO_FEW_SAMPLES = "too_few_samples"
-    """A group had an unusable member and the policy drops such groups."""
+    SKIPPED = "skipped"
+    """A person cancelled or terminated the group."""
     ZERO_VARIANCE = "zero_variance"
     """All rewards of a group were equal and the filter is on."""
     STALE = "stale"
@@ -90,6 +90,14 @@ class ErrorType(StrEnum):
     """Bounded effort gave no trainable batch."""
     PAYLOAD_TOO_LARGE = "PayloadsTooLarge"
     """Raised by the SDK; retrying it loops for ever."""
+
+
+class TrainingError(RuntimeError):
+    """The trainer refused a batch, or cannot apply a step; the message names what and why."""
+
+
+class PublishError(RuntimeError):
+    """An engine refused new weights, or did not reach the wanted version."""
 
 
 class BadAnswerError(ValueError):

@@ -161,7 +161,8 @@ class GroupResult(Payload):
     """Result of the `RolloutGroup` workflow."""
 
     group: int
-    prompt_index: int
+    prompt_index: int | None = None
+    """None when no member lived to tell."""
     manifest: BlobRef | None = None
     """None exactly when the group was dropped."""
     dropped: Cause | None = None
@@ -196,3 +197,10 @@ class ReleaseResult(Payload):
     released: int
     failed: int
     last_error: str = ""
+
+
+class AwaitGroupRequest(Payload):
+    """Input of `await_group`: wait for a group that an earlier generation of the run started."""
+
+    workflow_id: str
+    group: int

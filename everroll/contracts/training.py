@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from enum import StrEnum
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
 from everroll.contracts.spec import ModelSection, RunSpec, TrainSection
+
+
+MAX_RECENT_STEPS = 50
 
 
 class GroupBatchItem(Payload):
@@ -118,7 +121,9 @@ class StepRecord(Payload):
 
 
 class RunState(Payload):
-    """Everything that `TrainingRun` carries through continue-as-new."""
+    """Everything that `TrainingRun` carries through continue-as-new; the one contract that its owner mutates."""
+
+    model_config = ConfigDict(frozen=False)
 
     dataset: DatasetRef | None = None
     step: int = 0
@@ -141,7 +146,7 @@ class RunState(Payload):
     num_episodes: int = 0
     num_sampled_tokens: int = 0
     recent_steps: list[StepRecord] = Field(default_factory=list)
-    """The latest steps, oldest first, at most 20; the whole record is `<run_dir>/steps.jsonl`."""
+    """The latest steps, oldest first, at most `MAX_RECENT_STEPS`; `<run_dir>/metrics.jsonl` has them all."""
     pending_dropped: dict[str, int] = Field(default_factory=dict)
     pending_unusable: dict[str, int] = Field(default_factory=dict)
     """Counts since the last finished step."""

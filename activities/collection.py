@@ -1,0 +1,118 @@
+"""`collect_samples`, `store_group`, `release_sessions`: from sessions to the store."""
+
+from __future__ import annotations
+
+import asyncio
+
+import httpx
+from temporalio import activity
+
+from activities.boundary import CallAbortedError, retry_transient
+from activities.heartbeats import heartbeating
+from everroll.contracts import names
+from everroll.contracts.outcomes import Cause, SampleStatus
+from everroll.contracts.rollout import (
+    BlobRef,
+    CollectRequest,
+    CollectResult,
+    GroupManifest,
+    ReleaseRequest,
+    ReleaseResult,
+    SamplesRef,
+    StoreGroupRequest,
+)
+from everroll.sessions.client import CollectedSamples, EmptySamples, SessionClient
+from everroll.store import open_store
+from everroll.tokens.samples import SampleSet
+
+_RELEASE_CONCURRENCY = 16
+
+
+class CollectionActivities:
+    """Fetches assembled samples and stores them. Repeatable: the same session gives the same blob."""
+
+    def __init__(self, http: httpx.AsyncClient, admin_key: str) -> None:
+        self._http = http
+        self._admin_key = admin_key
+
+    @activity.defn(name=names.COLLECT_SAMPLES)
+    async def collect_samples(self, request: CollectRequest) -> CollectResult:
+        key = request.key
+        client = SessionClient(self._http, request.session_url, self._admin_key)
+        metadata = key.model_dump()
+        async with heartbeating("collecting") as progress:
+            try:
+                collected = await retry_transient(
+                    lambda: client.collect(key.session_id, request.max_seq_len, metadata),
+                    request.transport_attempts,
+                    request.session_url,
+                )
+            except CallAbortedError as error:
+                return CollectResult(key=key, status=SampleStatus.ABORTED, cause=error.cause)
+            if isinstance(collected, EmptySamples):
+                cause = Cause(kind=collected.cause_kind, message=collected.text)
+                return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause)
+            progress.report("storing")
+            blob = await asyncio.to_thread(_store_samples, request, collected)
+        return CollectResult(
+            key=key, status=_summarize_status(collected.sample_set), samples=_build_ref(blob, collected.sample_set)
+        )
+
+    @activity.defn(name=names.RELEASE_SESSIONS)
+    async def release_sessions(self, request: ReleaseRequest) -> ReleaseResult:
+        """Best effort: a failure is a warning, and a sweep catches what is left."""
+        client = SessionClient(self._http, request.session_url, self._admin_key)
+        gate = asyncio.Semaphore(_RELEASE_CONCURRENCY)
+        errors: list[str] = []
+
+        async def release(session_id: str) -> None:
+            async with gate:
+                try:
+                    await client.release(session_id)
+                except Exception as error:
+                    errors.append(f"{session_id}: {type(error).__name__}: {error}")
+
+        await asyncio.gather(*(release(session_id) for session_id in request.session_ids))
+        if errors:
+            activity.logger.warning("%d sessions were not released; the first: %s", len(errors), errors[0])
+        return ReleaseResult(
+            released=len(request.session_ids) - len(errors),
+            failed=len(errors),
+            last_error=errors[-1][:500] if errors else "",
+        )
+
+
+@activity.defn(name=names.STORE_GROUP)
+async def store_group(request: StoreGroupRequest) -> BlobRef:
+    """Write a group's manifest: what the trainer reads, and the proof of what was settled."""
+    manifest = GroupManifest(
+        run=request.run,
+        group=request.group,
+        prompt_index=request.outcomes[0].prompt_index,
+        outcomes=request.outcomes,
+    )
+    body = manifest.model_dump_json().encode()
+    prefix = f"{request.run}/groups/{request.group:08d}"
+    return await asyncio.to_thread(open_store(request.store_url).put, prefix, ".json", body)
+
+
+def _store_samples(request: CollectRequest, collected: CollectedSamples) -> BlobRef:
+    prefix = f"{request.key.run}/samples/{request.key.group:08d}"
+    return open_store(request.store_url).put(prefix, ".safetensors", collected.body)
+
+
+def _summarize_status(sample_set: SampleSet) -> SampleStatus:
+    truncated = any(sample.status is SampleStatus.TRUNCATED for sample in sample_set.samples)
+    return SampleStatus.TRUNCATED if truncated else SampleStatus.COMPLETED
+
+
+def _build_ref(blob: BlobRef, sample_set: SampleSet) -> SamplesRef:
+    versions = [sample.weight_versions[sample.loss_mask] for sample in sample_set.samples]
+    return SamplesRef(
+        blob=blob,
+        num_samples=len(sample_set.samples),
+        num_tokens=sum(sample.num_tokens for sample in sample_set.samples),
+        num_sampled_tokens=sum(sample.num_sampled_tokens for sample in sample_set.samples),
+        min_weight_version=min(int(v.min()) for v in versions),
+        max_weight_version=max(int(v.max()) for v in versions),
+    )

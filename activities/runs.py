@@ -1,0 +1,99 @@
+"""`prepare_run` and `await_group`: what a run needs before its first step, and after it continued as new."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+
+import aiohttp
+import httpx
+from temporalio import activity
+from temporalio.client import Client, WorkflowFailureError
+from temporalio.exceptions import CancelledError, TerminatedError
+
+from activities.heartbeats import heartbeating
+from everroll.contracts import names
+from everroll.contracts.outcomes import Cause, CauseKind
+from everroll.contracts.rollout import AwaitGroupRequest, DatasetRef, GroupResult
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
+from everroll.engines.sglang import SGLangEngine
+from everroll.failures import ConfigurationError
+from everroll.prompts import Dataset, load_dataset
+from everroll.sessions.client import SessionClient
+from everroll.store import open_store
+
+_CHECK_SECONDS = 10.0
+
+
+class RunActivities:
+    """Checks before the first episode that everything a run needs is there."""
+
+    def __init__(self, http: httpx.AsyncClient, engine_session: aiohttp.ClientSession, admin_key: str) -> None:
+        self._http = http
+        self._engine_session = engine_session
+        self._admin_key = admin_key
+
+    @activity.defn(name=names.PREPARE_RUN)
+    async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
+        """
+        Raises:
+            ConfigurationError: a list of everything that is not as it must be.
+        """
+        spec = request.spec
+        checks: dict[str, Awaitable[object]] = {
+            f"session server {spec.services.session_url}": self._check_sessions(spec),
+            f"store {spec.services.store_url}": asyncio.to_thread(open_store(spec.services.store_url).check_writable),
+            f"data set {spec.data.path}": asyncio.to_thread(load_dataset, Path(spec.data.path)),
+            **{f"engine {url}": self._check_engine(url) for url in spec.services.engine_urls},
+        }
+        results = await asyncio.gather(
+            *(asyncio.wait_for(check, _CHECK_SECONDS) for check in checks.values()), return_exceptions=True
+        )
+        faults = [
+            f"- {name}: {type(result).__name__}: {result}"
+            for name, result in zip(checks, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
+        if faults:
+            raise ConfigurationError(f"run {spec.run.name} cannot start:\n" + "\n".join(faults))
+        dataset = next(result for result in results if isinstance(result, Dataset))
+        return PrepareRunResult(dataset=_build_reference(spec, dataset))
+
+    async def _check_sessions(self, spec: RunSpec) -> None:
+        await SessionClient(self._http, spec.services.session_url, self._admin_key).info()
+
+    async def _check_engine(self, url: str) -> None:
+        await SGLangEngine(url, self._engine_session).weight_version()
+
+
+class GroupActivities:
+    """Re-attaches a run to the groups that its earlier generation left in flight."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    @activity.defn(name=names.AWAIT_GROUP)
+    async def await_group(self, request: AwaitGroupRequest) -> GroupResult:
+        handle = self._client.get_workflow_handle(request.workflow_id, result_type=GroupResult)
+        async with heartbeating(f"waiting for group {request.group}"):
+            try:
+                result: GroupResult = await handle.result()
+            except WorkflowFailureError as error:
+                if isinstance(error.cause, (CancelledError, TerminatedError)):
+                    name = type(error.cause).__name__
+                    cause = Cause(kind=CauseKind.SKIPPED, error=name, message=f"group {request.group} was ended")
+                    return GroupResult(group=request.group, dropped=cause)
+                raise error.cause from error
+        return result
+
+
+def _build_reference(spec: RunSpec, dataset: Dataset) -> DatasetRef:
+    return DatasetRef(
+        path=spec.data.path,
+        fingerprint=dataset.fingerprint,
+        num_prompts=len(dataset.prompts),
+        seed=spec.data.seed,
+        shuffle=spec.data.shuffle,
+    )

@@ -1,0 +1,139 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+
+from everroll.agents import AgentClients, AgentError, Episode, check_result, load_agent_function, run_agent
+from everroll.contracts.rollout import EpisodeKey
+from everroll.contracts.spec import AgentSpec
+from everroll.failures import ConfigurationError
+from everroll.prompts import Prompt
+
+
+@pytest.fixture
+def episode() -> Episode:
+    prompt = Prompt(index=0, messages=[{"role": "user", "content": "hi"}], label=5)
+    return Episode(
+        key=EpisodeKey(run="r", group=0, member=0),
+        prompt=prompt,
+        base_url="http://127.0.0.1:1/v1",
+        api_key="secret-key",
+        seed=1,
+        args={"x": 1},
+        clients=AgentClients(httpx.AsyncClient()),
+    )
+
+
+async def agent_with_metrics(episode: Episode) -> dict[str, float]:
+    return {"reward": 0.5, "label": episode.prompt.label}
+
+
+def blocking_agent(episode: Episode) -> float:
+    return float(episode.args["x"])
+
+
+async def raising_agent(episode: Episode) -> float:
+    raise KeyError("tool")
+
+
+async def test_function_agents(episode: Episode) -> None:
+    result = await run_agent(AgentSpec(function="tests.unit.test_agents:agent_with_metrics"), episode)
+    assert result.reward == 0.5
+    assert result.metrics == {"label": 5.0}
+    result = await run_agent(AgentSpec(function="tests.unit.test_agents:blocking_agent"), episode)
+    assert result.reward == 1.0
+
+
+async def test_what_an_agent_raises_is_an_agent_error(episode: Episode) -> None:
+    with pytest.raises(AgentError, match="KeyError: 'tool'") as caught:
+        await run_agent(AgentSpec(function="tests.unit.test_agents:raising_agent"), episode)
+    assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize("path", ["no_such_package:run", "tests.unit.test_agents:nothing"])
+def test_an_agent_that_cannot_be_imported_is_a_configuration_error(path: str) -> None:
+    with pytest.raises(ConfigurationError, match=path):
+        load_agent_function(path)
+
+
+@pytest.mark.parametrize("value", ["0.5", float("nan"), float("inf"), [1.0], {"score": 1.0}, b"1", {"reward": None}])
+def test_results_that_are_no_reward(value: Any) -> None:
+    with pytest.raises(AgentError):
+        check_result(value, "reward")
+
+
+@pytest.mark.parametrize(("value", "reward"), [(1, 1.0), (np.float32(0.5), 0.5), (True, 1.0), (None, None)])
+def test_results_that_are(value: Any, reward: float | None) -> None:
+    assert check_result(value, "reward").reward == reward
+
+
+def command(script: str) -> AgentSpec:
+    return AgentSpec(command=[sys.executable, "-c", script])
+
+
+async def test_command_agent_reads_its_environment(episode: Episode, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("EVERROLL_ADMIN_KEY", "very-secret")
+    script = (
+        "import json, os; p = json.loads(os.environ['EVERROLL_PROMPT']); print('noise');"
+        "assert 'EVERROLL_ADMIN_KEY' not in os.environ;"
+        "assert os.environ['OPENAI_API_KEY'] == 'secret-key';"
+        "print(json.dumps({'reward': p['label'], 'turns': 2}))"
+    )
+    result = await run_agent(command(script), episode)
+    assert result.reward == 5.0
+    assert result.metrics == {"turns": 2.0}
+
+
+async def test_command_that_fails_shows_its_error_output(episode: Episode) -> None:
+    with pytest.raises(AgentError, match=r"exited with 3: .*broken tool"):
+        await run_agent(command("import sys; print('broken tool', file=sys.stderr); sys.exit(3)"), episode)
+
+
+async def test_command_without_output_gives_no_verdict(episode: Episode) -> None:
+    assert (await run_agent(command("pass"), episode)).reward is None
+
+
+async def test_missing_command_is_a_configuration_error(episode: Episode) -> None:
+    with pytest.raises(ConfigurationError, match="no-such-program"):
+        await run_agent(AgentSpec(command=["no-such-program"]), episode)
+
+
+async def test_cancelling_ends_the_command_and_its_children(episode: Episode, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    script = (
+        "import json, os, subprocess, sys, time;"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(100)']);"
+        f"open({str(pids)!r} + '.tmp', 'w').write(json.dumps([os.getpid(), child.pid]));"
+        f"os.rename({str(pids)!r} + '.tmp', {str(pids)!r}); time.sleep(100)"
+    )
+    task = asyncio.create_task(run_agent(command(script), episode))
+    deadline = time.monotonic() + 20
+    while not pids.exists():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    for pid in json.loads(pids.read_text()):
+        while is_running(pid):
+            assert time.monotonic() < deadline, f"{pid} still runs"
+            await asyncio.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_keys_do_not_show_in_representations(episode: Episode) -> None:
+    assert "secret-key" not in repr(episode)

@@ -1,0 +1,106 @@
+"""Workers for each role, built from their dependencies; nothing here reads the environment or starts anything."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import AsyncIterator
+from datetime import timedelta
+
+import aiohttp
+from temporalio.client import Client
+from temporalio.worker import PollerBehaviorAutoscaling, Worker
+
+from activities.boundary import BoundaryInterceptor
+from activities.collection import CollectionActivities, store_group
+from activities.episodes import EpisodeActivities
+from activities.publishing import PublishingActivities
+from activities.runs import GroupActivities, RunActivities
+from everroll.agents import AgentClients
+from everroll.contracts import names
+from everroll.http_client import build_http_client
+from everroll.prompts import DatasetCache
+from worker.settings import Role, WorkerSettings
+from workflows.rollout_group import RolloutGroup
+from workflows.training_run import TrainingRun
+
+_MAX_CACHED_WORKFLOWS = 2000
+_LIGHT_ACTIVITIES = 64
+
+
+@contextlib.asynccontextmanager
+async def build_worker(role: Role, client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
+    """A worker of one role and what it holds open."""
+    builders = {Role.WORKFLOWS: _workflow_worker, Role.ROLLOUT: _rollout_worker, Role.TRAINER: _trainer_worker}
+    async with builders[role](client, settings) as worker:
+        yield worker
+
+
+@contextlib.asynccontextmanager
+async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
+    async with build_http_client() as http, aiohttp.ClientSession() as engine_session:
+        runs = RunActivities(http, engine_session, settings.admin_key)
+        groups = GroupActivities(client)
+        collection = CollectionActivities(http, settings.admin_key)
+        publishing = PublishingActivities(engine_session)
+        yield Worker(
+            client,
+            task_queue=settings.task_queue,
+            workflows=[TrainingRun, RolloutGroup],
+            activities=[
+                runs.prepare_run,
+                groups.await_group,
+                store_group,
+                collection.release_sessions,
+                publishing.publish_weights,
+            ],
+            interceptors=[BoundaryInterceptor()],
+            max_cached_workflows=_MAX_CACHED_WORKFLOWS,
+            max_concurrent_activities=_LIGHT_ACTIVITIES,
+            sticky_queue_schedule_to_start_timeout=timedelta(seconds=settings.sticky_timeout_seconds),
+            max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
+            graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
+            workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
+            activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+        )
+
+
+@contextlib.asynccontextmanager
+async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
+    async with build_http_client() as http:
+        clients = AgentClients(http)
+        episodes = EpisodeActivities(clients, DatasetCache(), settings.admin_key)
+        collection = CollectionActivities(http, settings.admin_key)
+        yield Worker(
+            client,
+            task_queue=names.rollout_queue(settings.task_queue),
+            activities=[episodes.run_episode, collection.collect_samples],
+            interceptors=[BoundaryInterceptor()],
+            # An episode and a collection are never under way at once for the same member; twice leaves room for both.
+            max_concurrent_activities=2 * settings.max_episodes,
+            max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
+            graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
+            activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+        )
+        await clients.close()
+
+
+@contextlib.asynccontextmanager
+async def _trainer_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
+    # Torch is loaded by this role only.
+    from activities.training import TrainingActivities
+    from trainer.service import Trainer
+
+    if settings.torch_threads:
+        import torch
+
+        torch.set_num_threads(settings.torch_threads)
+    training = TrainingActivities(Trainer())
+    yield Worker(
+        client,
+        task_queue=names.train_queue(settings.task_queue),
+        activities=[training.prepare_trainer, training.train_step],
+        interceptors=[BoundaryInterceptor()],
+        max_concurrent_activities=1,
+        max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
+        graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
+    )

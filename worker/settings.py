@@ -1,0 +1,58 @@
+"""Settings of a worker process, from its environment."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from enum import StrEnum
+
+from pydantic import Field
+
+from everroll.contracts.base import Spec
+from everroll.contracts.names import DEFAULT_TASK_QUEUE
+
+
+class Role(StrEnum):
+    """Which task queue a worker serves."""
+
+    WORKFLOWS = "workflows"
+    """Workflows and light activities."""
+    ROLLOUT = "rollout"
+    """Episodes and collection; start as many as you like."""
+    TRAINER = "trainer"
+    """Training; one per run at a time."""
+
+
+class WorkerSettings(Spec):
+    """What a worker must know; each field is the variable `EVERROLL_<FIELD>`."""
+
+    temporal_address: str = "127.0.0.1:7233"
+    temporal_namespace: str = "default"
+    task_queue: str = DEFAULT_TASK_QUEUE
+    admin_key: str = Field(default="everroll-local", repr=False)
+    """Opens the session server; secret."""
+    max_episodes: int = Field(default=128, ge=1)
+    """Most episodes, and most collections, that one rollout worker runs at once."""
+    torch_threads: int = Field(default=0, ge=0)
+    """CPU threads of the trainer; 0 leaves it to torch."""
+    heartbeat_throttle_seconds: float = Field(default=1.0, gt=0)
+    """Longest time that a heartbeat is held back: the work lost when a worker dies, against load on the server."""
+    graceful_shutdown_seconds: float = Field(default=5.0, ge=0)
+    """After SIGTERM, how long activities may finish before they are cancelled (and go on elsewhere)."""
+    sticky_timeout_seconds: float = Field(default=2.0, gt=0)
+    """How long a workflow task waits for the worker that knows the workflow before any other may take it."""
+
+
+def load_settings(environment: Mapping[str, str] | None = None) -> WorkerSettings:
+    """Read settings from `EVERROLL_*` variables.
+
+    Raises:
+        pydantic.ValidationError: a value is not valid.
+    """
+    variables = os.environ if environment is None else environment
+    values = {
+        field: variables[f"EVERROLL_{field.upper()}"]
+        for field in WorkerSettings.model_fields
+        if f"EVERROLL_{field.upper()}" in variables
+    }
+    return WorkerSettings.model_validate(values)

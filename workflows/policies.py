@@ -1,0 +1,50 @@
+"""Timeouts and retry policies of every activity and child workflow, in one place.
+
+Terminal failures arrive as non-retryable `ApplicationError`s. What is retried without end are lost workers; the bound
+is time (`schedule_to_close`), never a number of attempts, because deploys count as attempts.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from temporalio.common import RetryPolicy
+
+from everroll.contracts.outcomes import ErrorType
+
+RETRY = RetryPolicy(
+    initial_interval=timedelta(seconds=0.5),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=10),
+    non_retryable_error_types=[error_type.value for error_type in ErrorType],
+)
+
+# Exceptions of workflow code that fail the workflow instead of retrying its task for ever. Non-determinism is not among
+# them: there the task waits for the right code.
+FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    ExceptionGroup,
+]
+
+COLLECT_START_TO_CLOSE = timedelta(minutes=5)
+COLLECT_SCHEDULE_TO_CLOSE = timedelta(minutes=30)
+LIGHT_START_TO_CLOSE = timedelta(seconds=30)
+LIGHT_SCHEDULE_TO_CLOSE = timedelta(minutes=15)
+RELEASE_SCHEDULE_TO_CLOSE = timedelta(seconds=60)
+PREPARE_START_TO_CLOSE = timedelta(minutes=2)
+PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=10)
+TRAIN_HEARTBEAT = timedelta(seconds=30)
+PUBLISH_HEARTBEAT = timedelta(seconds=15)
+AWAIT_GROUP_HEARTBEAT = timedelta(seconds=30)
+GROUP_GRACE = timedelta(minutes=20)
+"""Beyond the group's own deadline, for storing and releasing."""
+EPISODE_GRACE = timedelta(seconds=30)
+"""Beyond the episode's own deadline, which the activity enforces itself."""
+ATTEMPTS_ALLOWANCE = 10
+"""How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""

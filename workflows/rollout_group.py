@@ -1,0 +1,240 @@
+"""`RolloutGroup`: G episodes of one prompt, settled together."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError, is_cancelled_exception
+
+with workflow.unsafe.imports_passed_through():
+    from everroll.contracts import names
+    from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
+    from everroll.contracts.rollout import (
+        BlobRef,
+        CollectRequest,
+        CollectResult,
+        EpisodeKey,
+        EpisodeOutcome,
+        EpisodeReport,
+        EpisodeRequest,
+        GroupRequest,
+        GroupResult,
+        ReleaseRequest,
+        StoreGroupRequest,
+    )
+    from everroll.seeds import derive_seed
+    from workflows import policies
+
+
+@workflow.defn(name=names.ROLLOUT_GROUP, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
+class RolloutGroup:
+    """Plays every member, samples unusable ones again if the policy says so, and stores the group."""
+
+    @workflow.init
+    def __init__(self, request: GroupRequest) -> None:
+        self.request = request
+        self.unusable: list[EpisodeOutcome] = []
+        self.session_ids: list[str] = []
+        self.num_episodes = 0
+
+    @workflow.run
+    async def run(self, request: GroupRequest) -> GroupResult:
+        started = workflow.time()
+        workflow.set_current_details(f"Group {request.group} of run {request.run}: episodes running")
+        timeout = request.rollout.group_timeout_seconds
+        try:
+            outcomes = await asyncio.wait_for(self._play_members(), timeout)
+        except TimeoutError:
+            text = f"the group ran past its deadline of {timeout} s"
+            result = self._build_dropped([], Cause(kind=CauseKind.DEADLINE, message=text))
+        else:
+            result = await self._settle(outcomes)
+        await self._release_sessions()
+        self._show(result)
+        return result.model_copy(update={"duration_seconds": workflow.time() - started})
+
+    async def _play_members(self) -> list[EpisodeOutcome]:
+        """One outcome per member, ordered by member. The first terminal failure ends the group."""
+        members = range(self.request.rollout.episodes_per_group)
+        tasks = [asyncio.create_task(self._play_member(member)) for member in members]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _play_member(self, member: int) -> EpisodeOutcome:
+        rollout = self.request.rollout
+        num_attempts = 1 + (rollout.max_refills if rollout.on_unusable == "refill" else 0)
+        for attempt in range(num_attempts):
+            outcome = await self._play_episode(member, attempt)
+            if outcome.is_trainable:
+                break
+            self.unusable.append(outcome)
+        return outcome
+
+    async def _play_episode(self, member: int, attempt: int) -> EpisodeOutcome:
+        key = EpisodeKey(run=self.request.run, group=self.request.group, member=member, attempt=attempt)
+        self.num_episodes += 1
+        self.session_ids.append(key.session_id)
+        report = await self._run_episode(key)
+        if report.status is SampleStatus.ABORTED:
+            return merge_outcome(report, None)
+        return merge_outcome(report, await self._collect_samples(key))
+
+    async def _run_episode(self, key: EpisodeKey) -> EpisodeReport:
+        request, rollout = self.request, self.request.rollout
+        report: EpisodeReport = await workflow.execute_activity(
+            names.RUN_EPISODE,
+            EpisodeRequest(
+                key=key,
+                dataset=request.dataset,
+                agent=rollout.agent,
+                sampling=rollout.sampling,
+                seed=derive_seed(request.seed, request.run, key.group, key.member, key.attempt),
+                session_url=request.session_url,
+                timeout_seconds=rollout.episode_timeout_seconds,
+                transport_attempts=rollout.collect_attempts,
+            ),
+            result_type=EpisodeReport,
+            task_queue=names.rollout_queue(request.task_queue),
+            activity_id=f"episode-{key.member}-{key.attempt}",
+            start_to_close_timeout=timedelta(seconds=rollout.episode_timeout_seconds) + policies.EPISODE_GRACE,
+            schedule_to_close_timeout=timedelta(seconds=rollout.group_timeout_seconds),
+            heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
+            retry_policy=policies.RETRY,
+            summary=f"group {key.group} member {key.member}" + (f" refill {key.attempt}" if key.attempt else ""),
+        )
+        return report
+
+    async def _collect_samples(self, key: EpisodeKey) -> CollectResult:
+        request, rollout = self.request, self.request.rollout
+        collected: CollectResult = await workflow.execute_activity(
+            names.COLLECT_SAMPLES,
+            CollectRequest(
+                key=key,
+                session_url=request.session_url,
+                store_url=request.store_url,
+                max_seq_len=rollout.max_seq_len,
+                transport_attempts=rollout.collect_attempts,
+            ),
+            result_type=CollectResult,
+            task_queue=names.rollout_queue(request.task_queue),
+            activity_id=f"collect-{key.member}-{key.attempt}",
+            start_to_close_timeout=policies.COLLECT_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.COLLECT_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
+            retry_policy=policies.RETRY,
+            summary=f"session {key.session_id}",
+        )
+        return collected
+
+    async def _settle(self, outcomes: list[EpisodeOutcome]) -> GroupResult:
+        """Drop the group for a named cause, or store it."""
+        lost = next((outcome for outcome in outcomes if not outcome.is_trainable), None)
+        if lost is not None and lost.cause is not None:
+            message = f"member {lost.key.member} after {lost.key.attempt + 1} attempts: {lost.cause.message}"
+            return self._build_dropped(outcomes, lost.cause.model_copy(update={"message": message}))
+        rewards = [outcome.reward for outcome in outcomes]
+        if self.request.rollout.drop_zero_variance and len(set(rewards)) == 1:
+            cause = Cause(kind=CauseKind.ZERO_VARIANCE, message=f"all rewards are {rewards[0]}")
+            return self._build_dropped(outcomes, cause)
+        return self._build_result(outcomes, await self._store(outcomes), None)
+
+    async def _store(self, outcomes: list[EpisodeOutcome]) -> BlobRef:
+        request = self.request
+        manifest: BlobRef = await workflow.execute_activity(
+            names.STORE_GROUP,
+            StoreGroupRequest(run=request.run, group=request.group, store_url=request.store_url, outcomes=outcomes),
+            result_type=BlobRef,
+            task_queue=request.task_queue,
+            start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary=f"manifest of group {request.group}",
+        )
+        return manifest
+
+    async def _release_sessions(self) -> None:
+        """Best effort: the group is settled, so nothing that happens here may fail it."""
+        try:
+            await workflow.execute_activity(
+                names.RELEASE_SESSIONS,
+                ReleaseRequest(session_url=self.request.session_url, session_ids=self.session_ids),
+                task_queue=self.request.task_queue,
+                start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
+                schedule_to_close_timeout=policies.RELEASE_SCHEDULE_TO_CLOSE,
+                retry_policy=policies.RETRY,
+                summary=f"{len(self.session_ids)} sessions",
+            )
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            workflow.logger.warning("sessions of group %d were not released: %s", self.request.group, error.cause)
+
+    def _build_dropped(self, outcomes: list[EpisodeOutcome], cause: Cause) -> GroupResult:
+        return self._build_result(outcomes, None, cause)
+
+    def _build_result(
+        self, outcomes: list[EpisodeOutcome], manifest: BlobRef | None, dropped: Cause | None
+    ) -> GroupResult:
+        samples = [outcome.samples for outcome in outcomes if outcome.samples is not None]
+        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
+        return GroupResult(
+            group=self.request.group,
+            prompt_index=outcomes[0].prompt_index if outcomes else None,
+            manifest=manifest,
+            dropped=dropped,
+            num_episodes=self.num_episodes,
+            num_tokens=sum(ref.num_tokens for ref in samples),
+            num_sampled_tokens=sum(ref.num_sampled_tokens for ref in samples),
+            mean_reward=sum(rewards) / len(rewards) if rewards else None,
+            min_weight_version=min((ref.min_weight_version for ref in samples), default=None),
+            unusable=count_causes(self.unusable),
+            last_cause=self.unusable[-1].cause if self.unusable else None,
+            agent_metrics=mean_metrics(outcomes),
+        )
+
+    def _show(self, result: GroupResult) -> None:
+        reward = "none" if result.mean_reward is None else f"{result.mean_reward:.3f}"
+        fate = f"dropped ({result.dropped})" if result.dropped else "stored"
+        workflow.set_current_details(
+            f"**Group {result.group}**, prompt {result.prompt_index}: {fate}\n\n"
+            f"- mean reward: {reward}\n- episodes played: {result.num_episodes}\n"
+            f"- sampled tokens: {result.num_sampled_tokens}\n- unusable by cause: {result.unusable or 'none'}"
+        )
+
+
+def merge_outcome(report: EpisodeReport, collected: CollectResult | None) -> EpisodeOutcome:
+    """Report and collection taken together: an unusable report outweighs whatever was collected."""
+    status, cause = report.status, report.cause
+    if collected is not None and status is SampleStatus.COMPLETED:
+        status, cause = collected.status, collected.cause
+    return EpisodeOutcome(
+        key=report.key,
+        status=status,
+        prompt_index=report.prompt_index,
+        reward=report.reward,
+        metrics=report.metrics,
+        samples=collected.samples if collected else None,
+        cause=cause,
+        duration_seconds=report.duration_seconds,
+    )
+
+
+def count_causes(outcomes: list[EpisodeOutcome]) -> dict[str, int]:
+    counts: dict[str, int] = {}
+    for outcome in outcomes:
+        if outcome.cause is not None:
+            counts[outcome.cause.kind.value] = counts.get(outcome.cause.kind.value, 0) + 1
+    return counts
+
+
+def mean_metrics(outcomes: list[EpisodeOutcome]) -> dict[str, float]:
+    values: dict[str, list[float]] = {}
+    for outcome in outcomes:
+        for name, value in outcome.metrics.items():
+            values.setdefault(name, []).append(value)
+    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}

@@ -1,0 +1,376 @@
+"""`TrainingRun`: rollout, train, publish, again and again.
+
+One mechanism serves all modes. Groups are admitted while those in flight, ready and in training number fewer than
+(max_staleness + 1) x batch, so with `max_staleness = 0` the next ones start when the new weights are out, and with
+S > 0 they run while the trainer works. A batch is the lowest-numbered ready groups, in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Coroutine
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from temporalio import workflow
+from temporalio.exceptions import (
+    ApplicationError,
+    CancelledError,
+    ChildWorkflowError,
+    FailureError,
+    TerminatedError,
+)
+from temporalio.workflow import ChildWorkflowCancellationType, ChildWorkflowHandle, ParentClosePolicy
+
+with workflow.unsafe.imports_passed_through():
+    from everroll.contracts import names
+    from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
+    from everroll.contracts.rollout import AwaitGroupRequest, GroupRequest, GroupResult
+    from everroll.contracts.training import (
+        GroupBatchItem,
+        Phase,
+        PrepareRunRequest,
+        PrepareRunResult,
+        PrepareTrainerRequest,
+        PublishRequest,
+        PublishResult,
+        RunState,
+        RunStatus,
+        TrainingRunRequest,
+        TrainingRunResult,
+        TrainRequest,
+        TrainResult,
+        Weights,
+    )
+    from workflows import policies
+    from workflows.ledger import Ledger
+    from workflows.presentation import build_search_attributes, render_details, update_search_attributes
+
+
+@workflow.defn(name=names.TRAINING_RUN, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
+class TrainingRun:
+    """One training job."""
+
+    @workflow.init
+    def __init__(self, request: TrainingRunRequest) -> None:
+        self.spec = request.spec
+        self.state = request.state or RunState()
+        self.ledger = Ledger(self.spec, self.state)
+        self.phase = Phase.PREPARING
+        self.stop_requested = False
+        self.fatal: BaseException | None = None
+        self.followers: set[asyncio.Task[None]] = set()
+        self.starting: set[int] = set()
+        """Groups whose start the server has not confirmed."""
+        self.closing = False
+        self.run_dir = f"{self.spec.run.output_dir}/{self.spec.run.name}"
+
+    @workflow.run
+    async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
+        try:
+            await self._prepare()
+            self._reattach_groups()
+            while self.state.step < self.spec.run.num_steps and not self.stop_requested:
+                await self._take_step()
+                if workflow.info().is_continue_as_new_suggested():
+                    await self._continue_as_new()
+        except FailureError as error:
+            self._enter(Phase.FAILED)
+            raise_root(error)
+        finally:
+            await self._cancel_groups()
+        self._enter(Phase.STOPPED if self.stop_requested else Phase.COMPLETED)
+        return self._build_result()
+
+    # The algorithm
+
+    async def _prepare(self) -> None:
+        if self.state.weights is not None:
+            return
+        self._enter(Phase.PREPARING)
+        self.state.dataset = (await self._prepare_run()).dataset
+        weights = await self._prepare_trainer()
+        await self._publish(weights)
+        self.state.weights = weights
+
+    async def _take_step(self) -> None:
+        self._enter(Phase.ROLLOUT)
+        started = workflow.time()
+        self._admit_groups()
+        await workflow.wait_condition(lambda: self.fatal is not None or self.ledger.has_batch())
+        if self.fatal is not None:
+            raise self.fatal
+        batch = self.ledger.take_batch()
+        gathered = workflow.time()
+        self._enter(Phase.TRAINING)
+        self._admit_groups()
+        trained = await self._train(batch)
+        applied = workflow.time()
+        self._enter(Phase.PUBLISHING)
+        await self._publish(trained.weights)
+        self.ledger.finish_step(
+            batch,
+            trained,
+            rollout_seconds=gathered - started,
+            train_seconds=applied - gathered,
+            publish_seconds=workflow.time() - applied,
+        )
+
+    def _admit_groups(self) -> None:
+        if self.fatal is not None or self.stop_requested or self.closing:
+            return
+        while self.ledger.can_admit():
+            group = self.ledger.admit()
+            self.starting.add(group)
+            self._follow(self._play_group(group))
+
+    def _reattach_groups(self) -> None:
+        """Groups that were in flight when the run continued as new still are."""
+        for group in self.state.in_flight:
+            self._follow(self._await_group(group))
+
+    def _follow(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self.followers.add(task)
+        task.add_done_callback(self.followers.discard)
+
+    async def _play_group(self, group: int) -> None:
+        try:
+            child = await self._start_group(group)
+            self.starting.discard(group)
+            self._settle(await child)
+        except ChildWorkflowError as error:
+            self._settle_failure(group, error)
+        except Exception as error:
+            self.fatal = self.fatal or error
+
+    async def _start_group(self, group: int) -> ChildWorkflowHandle[object, GroupResult]:
+        return await workflow.start_child_workflow(
+            names.ROLLOUT_GROUP,
+            self._build_group_request(group),
+            id=names.group_workflow_id(self.spec.run.name, group),
+            result_type=GroupResult,
+            task_queue=self.spec.services.task_queue,
+            # Abandoned, so that continue-as-new leaves groups in flight; `_cancel_groups` ends them otherwise.
+            parent_close_policy=ParentClosePolicy.ABANDON,
+            cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
+            execution_timeout=self._group_execution_timeout(),
+            search_attributes=build_search_attributes(self.spec.run.name, self.state.step),
+            static_summary=f"group {group}, weights {self.ledger.weight_version}",
+        )
+
+    async def _await_group(self, group: int) -> None:
+        try:
+            result: GroupResult = await workflow.execute_activity(
+                names.AWAIT_GROUP,
+                AwaitGroupRequest(workflow_id=names.group_workflow_id(self.spec.run.name, group), group=group),
+                result_type=GroupResult,
+                task_queue=self.spec.services.task_queue,
+                start_to_close_timeout=self._group_execution_timeout(),
+                heartbeat_timeout=policies.AWAIT_GROUP_HEARTBEAT,
+                retry_policy=policies.RETRY,
+                summary=f"re-attached to group {group}",
+            )
+            self._settle(result)
+        except Exception as error:
+            self.fatal = self.fatal or error
+
+    def _settle(self, result: GroupResult) -> None:
+        self.ledger.settle(result)
+        empty_limit = self.spec.rollout.max_empty_rounds * self.spec.rollout.groups_per_step
+        if self.state.consecutive_dropped >= empty_limit:
+            self.fatal = ApplicationError(
+                f"the last {self.state.consecutive_dropped} groups were all dropped "
+                f"(by cause: {self.state.dropped_groups}); the latest: {result.dropped}",
+                type=ErrorType.NO_PROGRESS.value,
+                non_retryable=True,
+            )
+        self._admit_groups()
+        self._show()
+
+    def _settle_failure(self, group: int, error: ChildWorkflowError) -> None:
+        """A group that a person ended is dropped; one that failed fails the run."""
+        if self.closing:
+            return
+        if isinstance(error.cause, (CancelledError, TerminatedError)):
+            cause = Cause(kind=CauseKind.SKIPPED, error=type(error.cause).__name__, message=f"group {group} was ended")
+            self._settle(GroupResult(group=group, dropped=cause))
+        else:
+            self.fatal = self.fatal or error
+
+    async def _cancel_groups(self) -> None:
+        """The run is over: no group goes on without it."""
+        self.closing = True
+        for task in self.followers:
+            task.cancel()
+        await asyncio.gather(*self.followers, return_exceptions=True)
+
+    async def _continue_as_new(self) -> NoReturn:
+        """Carry the whole state on. Groups in flight go on by themselves and are re-attached."""
+        self.closing = True
+        await workflow.wait_condition(lambda: not self.starting and workflow.all_handlers_finished())
+        self.followers.clear()
+        self.state.generation += 1
+        workflow.continue_as_new(TrainingRunRequest(spec=self.spec, state=self.state))
+
+    # Activities
+
+    async def _prepare_run(self) -> PrepareRunResult:
+        result: PrepareRunResult = await workflow.execute_activity(
+            names.PREPARE_RUN,
+            PrepareRunRequest(spec=self.spec),
+            result_type=PrepareRunResult,
+            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary="check services, read the data set",
+        )
+        return result
+
+    async def _prepare_trainer(self) -> Weights:
+        weights: Weights = await workflow.execute_activity(
+            names.PREPARE_TRAINER,
+            PrepareTrainerRequest(
+                run=self.spec.run.name,
+                run_dir=self.run_dir,
+                seed=self.spec.run.seed,
+                model=self.spec.model,
+                train=self.spec.train,
+            ),
+            result_type=Weights,
+            task_queue=names.train_queue(self.spec.services.task_queue),
+            start_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary="load the model",
+        )
+        return weights
+
+    async def _train(self, batch: list[GroupResult]) -> TrainResult:
+        deadline = timedelta(seconds=self.spec.train.step_timeout_seconds)
+        step = self.state.step + 1
+        trained: TrainResult = await workflow.execute_activity(
+            names.TRAIN_STEP,
+            TrainRequest(
+                run=self.spec.run.name,
+                run_dir=self.run_dir,
+                step=step,
+                seed=self.spec.run.seed,
+                store_url=self.spec.services.store_url,
+                batch=[
+                    GroupBatchItem(group=result.group, manifest=result.manifest)
+                    for result in batch
+                    if result.manifest is not None
+                ],
+                model=self.spec.model,
+                train=self.spec.train,
+            ),
+            result_type=TrainResult,
+            task_queue=names.train_queue(self.spec.services.task_queue),
+            start_to_close_timeout=deadline,
+            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
+            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"step {step}: {len(batch)} groups",
+        )
+        return trained
+
+    async def _publish(self, weights: Weights) -> None:
+        services = self.spec.services
+        deadline = timedelta(seconds=services.publish_timeout_seconds)
+        await workflow.execute_activity(
+            names.PUBLISH_WEIGHTS,
+            PublishRequest(
+                weights=weights, engine_urls=services.engine_urls, timeout_seconds=services.publish_timeout_seconds
+            ),
+            result_type=PublishResult,
+            start_to_close_timeout=deadline,
+            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
+            heartbeat_timeout=policies.PUBLISH_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"version {weights.version} to {len(services.engine_urls)} engines",
+        )
+
+    def _build_group_request(self, group: int) -> GroupRequest:
+        if self.state.dataset is None:
+            raise RuntimeError("groups are admitted only after the run was prepared")
+        return GroupRequest(
+            run=self.spec.run.name,
+            group=group,
+            weight_version=self.ledger.weight_version,
+            dataset=self.state.dataset,
+            rollout=self.spec.rollout,
+            seed=self.spec.run.seed,
+            session_url=self.spec.services.session_url,
+            store_url=self.spec.services.store_url,
+            task_queue=self.spec.services.task_queue,
+        )
+
+    def _group_execution_timeout(self) -> timedelta:
+        return timedelta(seconds=self.spec.rollout.group_timeout_seconds) + policies.GROUP_GRACE
+
+    # What people see and say
+
+    @workflow.query(name=names.QUERY_STATUS, description="Where the run stands")
+    def status(self) -> RunStatus:
+        state = self.state
+        return RunStatus(
+            run=self.spec.run.name,
+            phase=self.phase,
+            step=state.step,
+            num_steps=self.spec.run.num_steps,
+            weight_version=self.ledger.weight_version,
+            groups_in_flight=sorted(state.in_flight),
+            groups_ready=len(state.ready),
+            groups_wanted=self.spec.rollout.groups_per_step,
+            next_group=state.next_group,
+            trained_groups=state.trained_groups,
+            dropped_groups=state.dropped_groups,
+            unusable_episodes=state.unusable_episodes,
+            last_cause=state.last_cause,
+            num_episodes=state.num_episodes,
+            num_sampled_tokens=state.num_sampled_tokens,
+            mean_reward=state.recent_steps[-1].mean_reward if state.recent_steps else None,
+            recent_steps=state.recent_steps,
+            generation=state.generation,
+            stop_requested=self.stop_requested,
+        )
+
+    @workflow.signal(name=names.SIGNAL_STOP, description="Stop after the step the run is in")
+    def stop(self) -> None:
+        self.stop_requested = True
+
+    def _enter(self, phase: Phase) -> None:
+        self.phase = phase
+        reward = self.state.recent_steps[-1].mean_reward if self.state.recent_steps else None
+        workflow.upsert_search_attributes(update_search_attributes(self.spec.run.name, self.state.step, phase, reward))
+        self._show()
+
+    def _show(self) -> None:
+        workflow.set_current_details(render_details(self.status()))
+
+    def _build_result(self) -> TrainingRunResult:
+        return TrainingRunResult(
+            run=self.spec.run.name,
+            steps=self.state.step,
+            weights=self.state.weights,
+            trained_groups=self.state.trained_groups,
+            dropped_groups=self.state.dropped_groups,
+            unusable_episodes=self.state.unusable_episodes,
+            stopped=self.stop_requested and self.state.step < self.spec.run.num_steps,
+        )
+
+
+def raise_root(error: FailureError) -> NoReturn:
+    """Fail the run with the text of the failure's root, so that the run's own page says what happened.
+
+    Cancellation stays cancellation.
+    """
+    root: BaseException = error
+    while isinstance(root, FailureError) and root.cause is not None and not isinstance(root, CancelledError):
+        if isinstance(root, ApplicationError):
+            break
+        root = root.cause
+    if isinstance(root, ApplicationError):
+        raise ApplicationError(root.message, type=root.type, non_retryable=True) from error
+    raise error
