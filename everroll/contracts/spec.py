@@ -38,6 +38,9 @@ class ModelSection(Spec):
     """Chat renderer of the `renderers` package, e.g. `qwen3`; `auto` asks the package to tell from the model's name."""
     chat_template: dict[str, bool | int | float | str] = Field(default_factory=dict)
     """Arguments of the chat template that the renderer understands, e.g. `enable_thinking = false`."""
+    history: Literal["extend", "rerender"] = "extend"
+    """`extend`: a turn keeps the recorded tokens of earlier turns, reasoning included; a chat template that cannot is
+    refused. `rerender`: follow the template, and start a new branch where it rewrites earlier turns."""
 
 
 class DataSection(Spec):
@@ -139,20 +142,36 @@ class TrainSection(Spec):
     """AdamW's betas."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """AdamW's epsilon."""
-    max_grad_norm: Annotated[float, Field(gt=0)] | None = 1.0
-    """Clip the gradient's global norm; a huge value such as 1e9 never clips."""
+    max_grad_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Clip the gradient's global norm to this; 0 for no clipping."""
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Group-relative: `grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves one out."""
-    clip_low: Annotated[float, Field(ge=0, lt=1)] = 0.2
+    loss: Literal["clipped", "gspo", "cispo"] = "clipped"
+    """`clipped`: one probability ratio per token, clipped as in PPO; `gspo`: one ratio per sample, clipped; `cispo`: the
+    clipped ratio is a constant weight on the log-probability, so that clipped tokens keep their gradient."""
+    clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Lower bound of the probability ratio is 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     """Upper bound of the probability ratio is 1 + clip_high."""
-    normalization: Literal["token", "sequence"] = "token"
-    """Mean over all sampled tokens of the batch, or mean over samples of each one's token mean."""
+    old_logprobs: Literal["trainer", "sampler"] = "trainer"
+    """Denominator of the probability ratio: `trainer`, the trainer's own log-probabilities before the batch's first
+    update (the ratio of an on-policy update is then exactly 1), or `sampler`, those that the engine recorded."""
+    importance_cap: Annotated[float, Field(ge=0, le=1000)] = 2.0
+    """With `old_logprobs = "trainer"`, each token's loss is weighted by min(p_trainer / p_sampler, importance_cap): it
+    corrects for stale samples and for the engine's arithmetic. 0 for no correction; 1 only ever weighs down."""
+    normalization: Literal["token", "sequence", "constant"] = "token"
+    """`token`: mean over all sampled tokens of the update; `sequence`: mean over samples of each one's token mean;
+    `constant`: sum over tokens divided by samples x normalization_tokens, so that length does not matter. An episode of
+    several samples counts once per sample."""
+    normalization_tokens: PositiveInt = 1024
+    """Divisor of `normalization = "constant"`; usually the longest sample's number of sampled tokens."""
     num_minibatches: PositiveInt = 1
     """Split a batch into so many optimizer updates (1 keeps it on-policy). Must divide `groups_per_step`."""
-    tokens_per_microbatch: PositiveInt = 16384
-    """Most tokens in one forward and backward pass, padding included. Does not change the gradient."""
+    tokens_per_microbatch: PositiveInt | None = None
+    """Most tokens in one forward and backward pass, padding included; a longer sample has a pass of its own. Does not
+    change the gradient. By default 2,048 on a CPU (caches are small) and 16,384 on an accelerator."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights are float32."""
     device: str = "auto"

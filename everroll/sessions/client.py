@@ -1,0 +1,108 @@
+"""Client of the session server, for activities and tools.
+
+Raises httpx's exceptions untouched, `ServerStatusError` for any non-2xx answer, and `BadAnswerError` (or its subclass
+`MalformedSamplesError`) for a 2xx answer that breaks the protocol; `everroll.failures` says what each means.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from everroll.contracts.outcomes import BadAnswerError, CauseKind
+from everroll.contracts.spec import SamplingSpec
+from everroll.failures import parse_json, raise_for_status
+from everroll.tokens.samples import MalformedSamplesError, SampleSet, decode_samples
+
+
+@dataclass(frozen=True)
+class SessionHandle:
+    """What an agent needs to talk to its session."""
+
+    session_id: str
+    base_url: str
+    """For any OpenAI client: `<server>/sessions/<id>/v1`."""
+    api_key: str = field(repr=False)
+    """Opens this session and nothing else."""
+    num_turns: int
+    """Turns recorded so far; more than 0 when an episode is taken up again."""
+
+
+@dataclass(frozen=True)
+class CollectedSamples:
+    """Samples as they came, and decoded."""
+
+    body: bytes = field(repr=False)
+    sample_set: SampleSet
+
+
+@dataclass(frozen=True)
+class EmptySamples:
+    """The session gave nothing to train."""
+
+    cause_kind: CauseKind
+    text: str
+
+
+class SessionClient:
+    """Calls to one session server. The caller owns the HTTP client, and its timeouts."""
+
+    def __init__(self, http: httpx.AsyncClient, base_url: str, admin_key: str) -> None:
+        self._http = http
+        self.base_url = base_url.rstrip("/")
+        self._headers = {"Authorization": f"Bearer {admin_key}"}
+
+    async def create(self, session_id: str, sampling: SamplingSpec, seed: int) -> SessionHandle:
+        """Create the session, or open it again."""
+        body = {"session_id": session_id, "sampling": sampling.model_dump(mode="json"), "seed": seed}
+        answer = parse_json(await self._call("POST", "/sessions", body))
+        api_key, num_turns = answer.get("api_key"), answer.get("num_turns")
+        if answer.get("session_id") != session_id or not isinstance(api_key, str) or not isinstance(num_turns, int):
+            raise BadAnswerError(f"POST {self.base_url}/sessions answered for {answer.get('session_id')!r:.200}")
+        return SessionHandle(session_id, f"{self.base_url}{_path(session_id)}/v1", api_key, num_turns)
+
+    async def collect(
+        self, session_id: str, max_seq_len: int | None, metadata: dict[str, Any]
+    ) -> CollectedSamples | EmptySamples:
+        """The session's samples, checked."""
+        body = {"max_seq_len": max_seq_len, "metadata": metadata}
+        response = await self._call("POST", f"{_path(session_id)}/samples", body)
+        if response.headers.get("content-type", "").startswith("application/json"):
+            return _parse_empty(response)
+        samples = decode_samples(response.content)
+        if samples.session_id != session_id:
+            raise MalformedSamplesError(f"asked for session {session_id}, got samples of {samples.session_id!r:.200}")
+        return CollectedSamples(response.content, samples)
+
+    async def release(self, session_id: str) -> None:
+        """Release the session; released and unknown ones are no error."""
+        await self._call("DELETE", _path(session_id))
+
+    async def describe(self, session_id: str) -> dict[str, object]:
+        """The session's records, for people."""
+        return parse_json(await self._call("GET", _path(session_id)))
+
+    async def info(self) -> dict[str, object]:
+        """What the server serves: model_path, renderer, tokenizer_fingerprint, engine_urls, versions."""
+        return parse_json(await self._call("GET", "/info"))
+
+    async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
+        response = await self._http.request(method, f"{self.base_url}{path}", json=body, headers=self._headers)
+        raise_for_status(response)
+        return response
+
+
+def _path(session_id: str) -> str:
+    return f"/sessions/{quote(session_id, safe='')}"
+
+
+def _parse_empty(response: httpx.Response) -> EmptySamples:
+    answer = parse_json(response)
+    kinds = (CauseKind.NO_RECORDS, CauseKind.ALL_TRUNCATED)
+    kind = next((kind for kind in kinds if kind.value == answer.get("cause")), None)
+    if answer.get("num_samples") != 0 or kind is None:
+        raise BadAnswerError(f"{response.request.method} {response.request.url} answered {answer!r:.200}")
+    return EmptySamples(kind, str(answer.get("message", "")))

@@ -1,0 +1,83 @@
+"""Errors of the session server, one class per answer.
+
+    SessionError             status  can a retry help?
+      BadRequestError        400     no: the request is malformed or asks for what is not supported
+      UnauthorizedError      401     no
+      UnknownSessionError    404     no
+      ConflictError          409     no: contradicts what is recorded (a length end, other sampling values)
+      ReleasedSessionError   410     no: the session was released
+      BodyTooLargeError      413     no
+      AssemblyError          422     no: samples cannot be assembled
+      TokenInvariantError    500     no: a bug in Everroll or in a chat renderer
+      JournalError           500     yes: the journal could not be written; nothing was answered
+      BrokenAnswerError      502     maybe: the engine's answer is malformed; nothing was recorded
+      EngineAwayError        503     yes: every engine is away or aborted the call; nothing was recorded
+
+`everroll.sessions.app` maps them onto answers, in one handler.
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class SessionError(Exception):
+    """Base of all; the text is for the caller to read."""
+
+    status: ClassVar[int] = 500
+    kind: ClassVar[str] = "server_error"
+
+
+class BadRequestError(SessionError):
+    status = 400
+    kind = "invalid_request_error"
+
+
+class UnauthorizedError(SessionError):
+    status = 401
+    kind = "authentication_error"
+
+
+class UnknownSessionError(SessionError):
+    status = 404
+    kind = "unknown_session"
+
+
+class ConflictError(SessionError):
+    status = 409
+    kind = "conflict"
+
+
+class ReleasedSessionError(SessionError):
+    status = 410
+    kind = "released_session"
+
+
+class BodyTooLargeError(SessionError):
+    status = 413
+    kind = "body_too_large"
+
+
+class AssemblyError(SessionError):
+    status = 422
+    kind = "assembly_error"
+
+
+class TokenInvariantError(SessionError):
+    status = 500
+    kind = "token_invariant"
+
+
+class JournalError(SessionError):
+    status = 500
+    kind = "journal_error"
+
+
+class BrokenAnswerError(SessionError):
+    status = 502
+    kind = "broken_engine_answer"
+
+
+class EngineAwayError(SessionError):
+    status = 503
+    kind = "engine_away"

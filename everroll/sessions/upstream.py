@@ -1,0 +1,75 @@
+"""The engines behind the session server: which one answers a turn, and what its failures mean to an agent."""
+
+from __future__ import annotations
+
+import zlib
+from collections import Counter
+from collections.abc import Sequence
+
+import numpy as np
+
+from everroll.engines.base import (
+    Completion,
+    Engine,
+    EngineAnswerError,
+    EngineRejectedError,
+    EngineUnavailableError,
+    GenerateRequest,
+)
+from everroll.sessions.errors import BadRequestError, BrokenAnswerError, EngineAwayError
+
+_MAX_LOGPROB = 1e-4
+"""Rounding can lift the log-probability of a near-certain token slightly above 0."""
+
+
+class Upstream:
+    """Sticky by session, so that its prefix stays in one engine's cache; the next engine when that one is away."""
+
+    def __init__(self, engines: Sequence[Engine]) -> None:
+        if not engines:
+            raise ValueError("no engine")
+        self.engines = tuple(engines)
+        self.failures: Counter[str] = Counter()
+        """Failed calls by class of error, for people."""
+
+    async def generate(self, session_id: str, request: GenerateRequest) -> Completion:
+        """Sample one completion.
+
+        Raises:
+            EngineAwayError: every engine is away or aborted the call.
+            BrokenAnswerError: an engine's answer cannot be trusted.
+            BadRequestError: the engine refused the request itself.
+        """
+        first = zlib.crc32(session_id.encode()) % len(self.engines)
+        away = []
+        for engine in (*self.engines[first:], *self.engines[:first]):
+            try:
+                completion = await engine.generate(request)
+                _check_completion(completion)
+                return completion
+            except EngineUnavailableError as error:
+                self.failures[type(error).__name__] += 1
+                away.append(str(error))
+            except EngineAnswerError as error:
+                self.failures[type(error).__name__] += 1
+                raise BrokenAnswerError(str(error)) from error
+            except EngineRejectedError as error:
+                self.failures[type(error).__name__] += 1
+                raise BadRequestError(f"the engine refused the request: {error}") from error
+        raise EngineAwayError("; ".join(away))
+
+
+def _check_completion(completion: Completion) -> None:
+    """Last gate before the journal, whatever the engine's client has checked.
+
+    Raises:
+        EngineAnswerError: counts differ, or a value is no log-probability.
+    """
+    count = len(completion.token_ids)
+    lengths = {"logprobs": len(completion.logprobs), "weight_versions": len(completion.weight_versions)}
+    wrong = {name: length for name, length in lengths.items() if length != count}
+    if count == 0 or wrong:
+        raise EngineAnswerError("POST", "engine", f"{count} tokens, but {wrong or 'at least one is needed'}")
+    logprobs = np.asarray(completion.logprobs, dtype=np.float32)
+    if not np.isfinite(logprobs).all() or (logprobs > _MAX_LOGPROB).any():
+        raise EngineAnswerError("POST", "engine", "a value among the log-probabilities is none")

@@ -1,0 +1,176 @@
+"""Messages to token ids and back, for one checkpoint.
+
+A thin face over the `renderers` package: it renders a first prompt, extends recorded token ids by new messages without
+rendering again what was sampled (the bridge), and parses completions into text, reasoning and tool calls.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import renderers
+from pydantic import TypeAdapter, ValidationError
+from renderers.base import ToolCallParseStatus
+
+from everroll.contracts.spec import ModelSection
+from everroll.failures import ConfigurationError
+from everroll.tokens.autodetect import detect_renderer_name
+from everroll.tokens.tokenizer import compute_tokenizer_fingerprint, load_fast_tokenizer
+
+Message = dict[str, Any]
+"""A chat message in OpenAI's form: role, content as one string, and where they apply tool_calls, tool_call_id, name."""
+Tool = dict[str, Any]
+"""A tool in OpenAI's form, `{"type": "function", "function": {...}}`."""
+
+_PROBE_PROMPT: list[Message] = [{"role": "user", "content": "a"}]
+_PROBE_REPLY = "b"
+_PROBE_NEXT: list[Message] = [{"role": "user", "content": "c"}]
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One well-formed tool call that the model made."""
+
+    name: str
+    arguments: str
+    """JSON, as OpenAI's wire carries it."""
+    native_id: str | None = None
+    """The call's id, for chat formats that carry one in the tokens."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A completion, parsed."""
+
+    content: str
+    """Text outside reasoning and tool calls; a malformed tool call stands here as the model wrote it."""
+    reasoning: str | None = None
+    tool_calls: tuple[ToolCall, ...] = field(default=())
+
+
+class ChatRenderer:
+    """Renders, extends and parses conversations of one checkpoint. Pure and safe to share."""
+
+    def __init__(self, renderer: Any, tokenizer: Any, name: str, fingerprint: str) -> None:
+        self.name = name
+        self.fingerprint = fingerprint
+        """sha256 over the tokenizer's files."""
+        self._renderer = renderer
+        self._tokenizer = tokenizer
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted(set(renderer.get_stop_token_ids())))
+        """Token ids that end a turn."""
+
+    def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
+        """The prompt for the next assistant turn, rendered from scratch.
+
+        Raises:
+            ValueError, TypeError, KeyError: the chat template cannot express these messages.
+        """
+        ids: list[int] = self._renderer.render_ids(messages, tools=tools or None, add_generation_prompt=True)
+        return ids
+
+    def extend(
+        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool] | None
+    ) -> list[int] | None:
+        """The prompt after `prompt_ids + completion_ids` and `messages`, sampled tokens kept as they are.
+
+        None when this chat format cannot promise that; then only a full render will do.
+        """
+        rendered = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, messages, tools=tools or None)
+        return None if rendered is None else list(rendered.token_ids)
+
+    def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[Tool] | None) -> Reply:
+        """Split a completion into text, reasoning and tool calls."""
+        parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        calls, malformed = [], []
+        for call in parsed.tool_calls:
+            if call.status == ToolCallParseStatus.OK and call.name:
+                arguments = call.arguments if call.arguments is not None else {}
+                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+                calls.append(ToolCall(name=call.name, arguments=text, native_id=call.id))
+            else:
+                malformed.append(
+                    self._tokenizer.decode(completion_ids[slice(*call.token_span)]) if call.token_span else call.raw
+                )
+        content = "\n".join(part for part in (parsed.content, *malformed) if part)
+        return Reply(content=content, reasoning=parsed.reasoning_content or None, tool_calls=tuple(calls))
+
+    def decode(self, token_ids: list[int]) -> str:
+        """Text of token ids, special tokens included; for people, never for training."""
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=False)
+        return text
+
+    def can_extend(self) -> bool:
+        """Whether a conversation's recorded tokens survive the next user message: tried on a tiny conversation."""
+        prompt = self.render(_PROBE_PROMPT, None)
+        reply = self._tokenizer.encode(_PROBE_REPLY, add_special_tokens=False)
+        for stop in self.stop_token_ids:
+            before = [*prompt, *reply, stop]
+            after = self.extend(prompt, [*reply, stop], _PROBE_NEXT, None)
+            if after is not None and after[: len(before)] == before:
+                return True
+        return False
+
+
+def load_renderer(model: ModelSection) -> ChatRenderer:
+    """Load tokenizer and renderer of a checkpoint directory.
+
+    With `history = "extend"` the renderer is made to keep earlier reasoning where its template would drop it, and one
+    that cannot extend a conversation is refused.
+
+    Raises:
+        ConfigurationError: nothing readable there, the renderer cannot be told or does not know an argument, or its
+            template rewrites earlier turns.
+    """
+    directory = Path(model.path)
+    if not directory.is_dir():
+        raise ConfigurationError(f"model.path: {directory} is no directory")
+    name, canonical = detect_renderer_name(directory) if model.renderer == "auto" else (model.renderer, None)
+    tokenizer = _load_tokenizer(directory, canonical or str(directory), name)
+    arguments: dict[str, Any] = dict(model.chat_template)
+    renderer = _build_renderer(tokenizer, name, arguments)
+    if model.history == "extend" and renderer.effective_thinking_retention == "tool_cycle":
+        renderer = _build_renderer(tokenizer, name, {"thinking_retention": "all", **arguments})
+    chat = ChatRenderer(renderer, tokenizer, name, compute_tokenizer_fingerprint(directory))
+    if not chat.stop_token_ids:
+        raise ConfigurationError(f"{directory}: renderer {name!r} knows no token that ends a turn")
+    if model.history == "extend" and not chat.can_extend():
+        raise ConfigurationError(
+            f"{directory}: with renderer {name!r} a new message rewrites earlier turns, so recorded tokens cannot be "
+            'extended. Choose another model.renderer, or set model.history = "rerender": then each turn whose '
+            "rendering differs from what was recorded starts a new branch, and an episode gives several samples."
+        )
+    return chat
+
+
+def _load_tokenizer(directory: Path, name_or_path: str, renderer: str) -> Any:
+    """The light tokenizer where it is enough; transformers for those that render through the Jinja template."""
+    tokenizer = None if renderer in ("default", "custom") else load_fast_tokenizer(directory, name_or_path)
+    if tokenizer is not None:
+        return tokenizer
+    try:
+        from transformers import AutoTokenizer
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{directory}: renderer {renderer!r} needs the package `transformers` to load this tokenizer"
+        ) from error
+    try:
+        return AutoTokenizer.from_pretrained(str(directory))
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigurationError(f"{directory}: no tokenizer can be loaded: {error}") from error
+
+
+def _build_renderer(tokenizer: Any, name: str, arguments: dict[str, Any]) -> Any:
+    try:
+        config = TypeAdapter(renderers.RendererConfig).validate_python({"name": name, **arguments})
+        return renderers.create_renderer(tokenizer, config)
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigurationError(f"model.renderer = {name!r} with {arguments}: {details}") from error
+    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigurationError(
+            f"model.renderer = {name!r} does not fit the tokenizer of {tokenizer.name_or_path}: {error}"
+        ) from error

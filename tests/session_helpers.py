@@ -1,0 +1,208 @@
+"""Real small things to test sessions with: a checkpoint's tokenizer, an engine on a socket, a server process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+from aiohttp import web
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from everroll.contracts.spec import ModelSection
+from everroll.sessions.server import SessionServerSettings
+
+SPECIAL_TOKENS = [
+    "<|endoftext|>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "<think>",
+    "</think>",
+    "<tool_call>",
+    "</tool_call>",
+    "<tool_response>",
+    "</tool_response>",
+]
+ADMIN_KEY = "everroll-local"
+TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "add",
+            "description": "Add two numbers.",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}},
+        },
+    }
+]
+_SERVE = """import sys
+from everroll.sessions.server import SessionServerSettings, serve
+serve(SessionServerSettings.model_validate_json(sys.argv[1]))"""
+TOOL_CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n</tool_call>'
+
+
+def build_tokenizer() -> Tokenizer:
+    """Byte-level, with Qwen3's special tokens at the end of the vocabulary."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
+    return tokenizer
+
+
+def write_model_dir(path: Path) -> Path:
+    """A checkpoint directory without weights: enough for the session server."""
+    path.mkdir(parents=True, exist_ok=True)
+    build_tokenizer().save(str(path / "tokenizer.json"))
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
+    (path / "tokenizer_config.json").write_text(json.dumps(config))
+    (path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    return path
+
+
+def model_section(path: Path) -> ModelSection:
+    return ModelSection(path=str(path), renderer="qwen3", chat_template={"enable_thinking": False})
+
+
+@dataclass
+class FakeEngine:
+    """An engine that speaks SGLang's `/generate`, says what it is told to, and can fail on demand."""
+
+    tokenizer: Tokenizer = field(default_factory=build_tokenizer)
+    replies: list[str] = field(default_factory=list)
+    """Text of the next answers, in order; the last one stays."""
+    mangle: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+    """Changes an answer before it is sent."""
+    status: int = 200
+    gate: asyncio.Event | None = None
+    """Answers wait for it."""
+    requests: list[dict[str, Any]] = field(default_factory=list)
+    weight_version: int = 3
+    base_url: str = ""
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = await request.json()
+        self.requests.append(body)
+        if self.gate is not None:
+            await self.gate.wait()
+        if self.status != 200:
+            return web.json_response({"error": "told to fail"}, status=self.status)
+        answer = self.build_answer(body)
+        return web.json_response(self.mangle(answer) if self.mangle else answer)
+
+    def build_answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
+        ids = self.tokenizer.encode(text + "<|im_end|>").ids
+        limit = body["sampling_params"]["max_new_tokens"]
+        finish = {"type": "stop", "matched": ids[-1]} if len(ids) <= limit else {"type": "length", "length": limit}
+        ids = ids[:limit]
+        return {
+            "text": text,
+            "output_ids": ids,
+            "meta_info": {
+                "id": body["rid"],
+                "prompt_tokens": len(body["input_ids"]),
+                "completion_tokens": len(ids),
+                "cached_tokens": 0,
+                "weight_version": str(self.weight_version),
+                "finish_reason": finish,
+                "output_token_logprobs": [[-0.1 - 0.001 * index, token, None] for index, token in enumerate(ids)],
+            },
+        }
+
+
+@contextlib.asynccontextmanager
+async def run_fake_engine(*replies: str) -> AsyncIterator[FakeEngine]:
+    engine = FakeEngine(replies=list(replies) or ["hello"])
+    app = web.Application()
+    app.router.add_post("/generate", engine.generate)
+    async with serve_aiohttp(app) as url:
+        engine.base_url = url
+        yield engine
+
+
+@contextlib.asynccontextmanager
+async def serve_aiohttp(app: web.Application) -> AsyncIterator[str]:
+    """Serve on a free port; gives the base URL."""
+    runner = web.AppRunner(app, shutdown_timeout=1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+def find_free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
+
+
+class ServerProcess:
+    """A session server in a process of its own, that can be killed and started again on the same journal and port."""
+
+    def __init__(self, settings: SessionServerSettings, log: Path) -> None:
+        self.settings = settings
+        self.base_url = f"http://{settings.host}:{settings.port}"
+        self._log = log
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _SERVE, self.settings.model_dump_json()],
+                stdout=log,
+                stderr=log,
+                env={**os.environ},
+            )
+        self._await_health()
+
+    def kill(self) -> None:
+        """kill -9."""
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait(10)
+
+    def terminate(self) -> int:
+        """SIGTERM; gives the exit code."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGTERM)
+        return self._process.wait(20)
+
+    def stop(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            self.kill()
+
+    def _await_health(self) -> None:
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            if self._process.poll() is not None:
+                break
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.base_url}/health", timeout=1, trust_env=False).is_success:
+                    return
+            time.sleep(0.05)
+        raise RuntimeError(f"the session server did not start:\n{self._log.read_text()}")
+
+
+@contextlib.contextmanager
+def run_server_process(settings: SessionServerSettings, log: Path) -> Iterator[ServerProcess]:
+    server = ServerProcess(settings, log)
+    server.start()
+    try:
+        yield server
+    finally:
+        server.stop()
