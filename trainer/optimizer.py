@@ -1,0 +1,72 @@
+"""AdamW with a linear warm-up, and its state as named tensors.
+
+The learning rate is a function of the step alone, so there is no scheduler state to lose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from everroll.contracts.spec import TrainSection
+from trainer.errors import CheckpointError
+from trainer.model import Policy
+
+_STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
+
+
+def compute_learning_rate(train: TrainSection, step: int) -> float:
+    """Rises linearly over the first `warmup_steps` steps: step 1 gets 1 / warmup_steps of it."""
+    if step >= train.warmup_steps:
+        return train.learning_rate
+    return train.learning_rate * step / train.warmup_steps
+
+
+def build_optimizer(policy: Policy, train: TrainSection) -> torch.optim.AdamW:
+    """A fresh AdamW over the policy's trainable parameters."""
+    parameters = [parameter for _, parameter in policy.named_parameters()]
+    return torch.optim.AdamW(
+        parameters, lr=train.learning_rate, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay
+    )
+
+
+def configure_optimizer(optimizer: torch.optim.AdamW, train: TrainSection, step: int) -> float:
+    """Take over the settings of this step; returns the learning rate."""
+    learning_rate = compute_learning_rate(train, step)
+    for group in optimizer.param_groups:
+        group.update(lr=learning_rate, betas=train.betas, eps=train.eps, weight_decay=train.weight_decay)
+    return learning_rate
+
+
+def export_optimizer_state(optimizer: torch.optim.AdamW, policy: Policy) -> dict[str, Tensor]:
+    """`<parameter name>.<state name>` to tensor; empty before the first update."""
+    return {
+        f"{name}.{key}": optimizer.state[parameter][key]
+        for name, parameter in policy.named_parameters()
+        if parameter in optimizer.state
+        for key in _STATE_NAMES
+    }
+
+
+def import_optimizer_state(optimizer: torch.optim.AdamW, policy: Policy, tensors: Mapping[str, Tensor]) -> None:
+    """Put exported state into a fresh optimizer over the same parameters.
+
+    Raises:
+        CheckpointError: the names or shapes are not those of the policy's parameters.
+    """
+    if not tensors:
+        return
+    expected = {f"{name}.{key}" for name, _ in policy.named_parameters() for key in _STATE_NAMES}
+    if set(tensors) != expected:
+        raise CheckpointError(f"optimizer state does not fit the model: {sorted(set(tensors) ^ expected)[:4]} ...")
+    for name, parameter in policy.named_parameters():
+        state = {key: tensors[f"{name}.{key}"].clone() for key in _STATE_NAMES}
+        if state["exp_avg"].shape != parameter.shape:
+            raise CheckpointError(f"optimizer state of {name} has shape {tuple(state['exp_avg'].shape)}")
+        optimizer.state[parameter] = {
+            "step": state["step"],
+            "exp_avg": state["exp_avg"].to(parameter.device),
+            "exp_avg_sq": state["exp_avg_sq"].to(parameter.device),
+        }
