@@ -1,0 +1,226 @@
+"""The engine's HTTP side: routes, authentication, disconnects and status codes. All logic is elsewhere."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from everroll.engines.embedded.core import EngineCore, EngineStoppedError
+from everroll.engines.embedded.sequence import Finish, FinishKind, SamplingParams, Sequence
+from everroll.engines.embedded.weights import WeightsRefusedError, load_weights
+from everroll.engines.embedded.wire import (
+    AbortBody,
+    BadRequestError,
+    GenerateBody,
+    ModelLimits,
+    PauseBody,
+    TextDecoder,
+    UpdateBody,
+    build_answer,
+    build_sequence,
+    parse_body,
+)
+
+_LOGGER = logging.getLogger(__name__)
+_HEALTH_GENERATE_SECONDS = 20.0
+_CLIENT_GONE = 499
+_OPEN_PATHS = frozenset({"/health"})
+
+
+class EngineApp:
+    """Handlers over one engine core."""
+
+    def __init__(
+        self,
+        core: EngineCore,
+        limits: ModelLimits,
+        decoder: TextDecoder | None,
+        max_unfinished: int,
+    ) -> None:
+        self._core = core
+        self._limits = limits
+        self._decoder = decoder
+        self._max_unfinished = max_unfinished
+        self._num_unfinished = 0
+        self._update_lock = asyncio.Lock()
+
+    async def generate(self, request: Request) -> Response:
+        body = parse_body(GenerateBody, await request.body())
+        sequence = build_sequence(body, self._limits)
+        if self._num_unfinished >= self._max_unfinished:
+            message = f"the queue is full ({self._max_unfinished} requests)"
+            sequence.finish = Finish(FinishKind.ABORT, message=message)
+            return _json(build_answer(body, sequence, self._core.weight_version, self._decoder))
+        self._num_unfinished += 1
+        try:
+            finished = await _unless_disconnected(request, self._core.generate(sequence))
+        finally:
+            self._num_unfinished -= 1
+        if finished is None:
+            return Response(status_code=_CLIENT_GONE)
+        return _json(build_answer(body, finished, self._core.weight_version, self._decoder))
+
+    async def pause(self, request: Request) -> Response:
+        mode = parse_body(PauseBody, await request.body()).mode
+        left = await self._core.pause(mode)
+        return _json({"status": "ok", "message": f"paused in mode {mode}, {left} requests unfinished"})
+
+    async def resume(self, request: Request) -> Response:
+        await self._core.resume()
+        return _json({"status": "ok", "message": "generation goes on"})
+
+    async def update_weights(self, request: Request) -> Response:
+        """All or nothing. Reading and checking happen beside the running batch, only the copy stops it."""
+        body = parse_body(UpdateBody, await request.body())
+        async with self._update_lock:
+            try:
+                weights = await asyncio.to_thread(load_weights, self._core.targets, body.model_path)
+            except WeightsRefusedError as error:
+                _LOGGER.warning("weights refused: %s", error)
+                return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+            version = None if body.weight_version is None else int(body.weight_version)
+            left = await self._core.update_weights(weights, version, body.abort_all_requests)
+        message = f"serving {body.model_path} as weight version {self._core.weight_version}"
+        _LOGGER.info("%s, %d requests in flight", message, left)
+        return _json({"success": True, "message": message, "num_paused_requests": left})
+
+    async def abort(self, request: Request) -> Response:
+        body = parse_body(AbortBody, await request.body())
+        if body.rid is None and not body.abort_all:
+            raise BadRequestError("give `rid` or `abort_all: true`")
+        await self._core.abort(lambda sequence: body.abort_all or sequence.rid == body.rid, "aborted by request")
+        return _json({"status": "ok"})
+
+    async def flush_cache(self, request: Request) -> Response:
+        if await self._core.flush_cache():
+            return _json({"status": "ok", "message": "prefix cache flushed"})
+        raise BadRequestError("the cache cannot be flushed while requests are unfinished")
+
+    async def health(self, request: Request) -> Response:
+        failure = self._core.failure
+        return _json({"status": "ok"}) if failure is None else _error(503, failure)
+
+    async def health_generate(self, request: Request) -> Response:
+        """Sample one token, unless generation is paused."""
+        if (await self._core.inspect()).is_paused:
+            return await self.health(request)
+        probe = Sequence("health", [0], SamplingParams(max_new_tokens=1, temperature=0))
+        async with asyncio.timeout(_HEALTH_GENERATE_SECONDS):
+            finish = (await self._core.generate(probe)).finish
+        if finish is not None and finish.kind is FinishKind.ABORT:
+            return _error(503, finish.message)
+        return _json({"status": "ok"})
+
+    async def model_info(self, request: Request) -> Response:
+        state = await self._core.inspect()
+        return _json(
+            {
+                "model_path": self._core.model_path,
+                "tokenizer_path": self._core.model_path,
+                "is_generation": True,
+                "weight_version": str(self._core.weight_version),
+                "max_context_tokens": self._limits.max_context,
+                "num_running": state.num_running,
+                "num_waiting": state.num_waiting,
+                "is_paused": state.is_paused,
+            }
+        )
+
+
+def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None) -> ASGIApp:
+    """The ASGI application; it starts the core with its lifespan and stops it at the end."""
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        core.start()
+        try:
+            yield
+        finally:
+            await core.stop()
+
+    posts: list[tuple[str, Callable[[Request], Awaitable[Response]]]] = [
+        ("/generate", handlers.generate),
+        ("/pause_generation", handlers.pause),
+        ("/continue_generation", handlers.resume),
+        ("/update_weights_from_disk", handlers.update_weights),
+        ("/abort_request", handlers.abort),
+        ("/flush_cache", handlers.flush_cache),
+    ]
+    gets = [
+        ("/health", handlers.health),
+        ("/health_generate", handlers.health_generate),
+        ("/model_info", handlers.model_info),
+        ("/get_model_info", handlers.model_info),
+    ]
+    routes = [Route(path, handler, methods=["POST"]) for path, handler in posts]
+    routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={
+            BadRequestError: _on_bad_request,
+            EngineStoppedError: _on_unavailable,
+            TimeoutError: _on_unavailable,
+        },
+    )
+    return app if api_key is None else _RequireKey(app, api_key)
+
+
+class _RequireKey:
+    """Answers 401 to requests without the API key, except for the health check."""
+
+    def __init__(self, app: ASGIApp, api_key: str) -> None:
+        self._app = app
+        self._expected = f"Bearer {api_key}".encode()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
+            given = dict(scope["headers"]).get(b"authorization", b"")
+            if not hmac.compare_digest(given, self._expected):
+                await _error(401, "a valid API key is required as bearer token")(scope, receive, send)
+                return
+        await self._app(scope, receive, send)
+
+
+async def _unless_disconnected(request: Request, work: Awaitable[Sequence]) -> Sequence | None:
+    """The result of `work`, or None once the client is gone, in which case the work is cancelled."""
+    running = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
+    try:
+        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
+        return running.result() if running.done() else None
+    finally:
+        for task in (running, gone):
+            task.cancel()
+
+
+async def _wait_for_disconnect(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _on_bad_request(request: Request, error: Exception) -> Response:
+    return _error(400, str(error))
+
+
+async def _on_unavailable(request: Request, error: Exception) -> Response:
+    return _error(503, str(error) or type(error).__name__)
+
+
+def _error(status: int, message: str) -> Response:
+    return _json({"error": {"message": message, "code": status}}, status)
+
+
+def _json(value: dict[str, Any], status: int = 200) -> Response:
+    return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")

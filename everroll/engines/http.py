@@ -1,0 +1,116 @@
+"""HTTP to engines: one aiohttp session, finite timeouts, and every failure mapped onto the engine error tree.
+
+Knows transport and JSON only; what the fields mean is the business of each engine's client.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+
+import aiohttp
+
+from everroll.engines.base import EngineAnswerError, EngineRejectedError, EngineUnavailableError
+
+JsonObject = dict[str, object]
+
+_RETRYABLE_4XX = frozenset({408, 425, 429})
+
+
+@dataclass(frozen=True, slots=True)
+class EngineTimeouts:
+    """Bounds on calls to an engine, in seconds."""
+
+    connect_seconds: float = 5.0
+    generate_seconds: float = 600.0
+    """From sending a generate request to the end of its answer, queueing in the engine included."""
+    control_seconds: float = 60.0
+    """Health, model info, pause, resume."""
+    update_seconds: float = 600.0
+    """Loading new weights."""
+
+
+def open_client_session(max_connections: int = 1024) -> aiohttp.ClientSession:
+    """A session for engine traffic. It bounds the connections, not the calls: put a semaphore in front for those."""
+    connector = aiohttp.TCPConnector(limit=max_connections, ttl_dns_cache=60)
+    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+
+
+class EngineHttp:
+    """JSON calls to one engine."""
+
+    def __init__(
+        self, base_url: str, session: aiohttp.ClientSession, connect_seconds: float, api_key: str | None
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self._session = session
+        self._connect_seconds = connect_seconds
+        self._headers = {} if api_key is None else {"Authorization": f"Bearer {api_key}"}
+
+    def url(self, path: str) -> str:
+        return f"{self.base_url}{path}"
+
+    async def send(self, method: str, path: str, body: JsonObject | None, seconds: float) -> tuple[int, bytes]:
+        """Send one request and read its whole answer, whatever the status.
+
+        Raises:
+            EngineUnavailableError: no answer (refused, reset, cut short, timed out).
+            EngineRejectedError: the URL or its scheme can never work.
+        """
+        url = self.url(path)
+        # `sock_connect` bounds the connection itself, `total` everything else: an answer comes in one piece at the
+        # end, so that a separate read timeout would only be a second name for the total.
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(self._connect_seconds, seconds))
+        try:
+            async with self._session.request(
+                method, url, json=body, timeout=timeout, headers=self._headers, allow_redirects=False
+            ) as response:
+                return response.status, await response.read()
+        except aiohttp.InvalidURL as error:
+            raise EngineRejectedError(method, url, f"this URL can never work ({error!r})") from error
+        except (TimeoutError, aiohttp.ClientError, OSError) as error:
+            raise EngineUnavailableError(method, url, _describe(error, seconds)) from error
+
+    async def call(self, method: str, path: str, body: JsonObject | None, seconds: float) -> bytes:
+        """Send one request and insist on a 2xx answer.
+
+        Raises:
+            EngineUnavailableError: no answer, 5xx, 408 or 429.
+            EngineRejectedError: any other status that is not 2xx.
+        """
+        status, payload = await self.send(method, path, body, seconds)
+        self.raise_for_status(method, path, status, payload)
+        return payload
+
+    def raise_for_status(self, method: str, path: str, status: int, payload: bytes) -> None:
+        """Raise unless the status is 2xx; see `call`."""
+        if 200 <= status < 300:
+            return
+        text = payload.decode("utf-8", "replace")
+        if status >= 500 or status in _RETRYABLE_4XX:
+            raise EngineUnavailableError(method, self.url(path), "the engine failed", status=status, body=text)
+        raise EngineRejectedError(method, self.url(path), "the engine refused the request", status=status, body=text)
+
+    def parse_object(self, method: str, path: str, payload: bytes) -> JsonObject:
+        """The JSON object in an answer.
+
+        Raises:
+            EngineAnswerError: not JSON, or not an object.
+        """
+        try:
+            value = json.loads(payload)
+        except ValueError as error:
+            raise EngineAnswerError(
+                method, self.url(path), f"no JSON ({error})", status=200, body=payload.decode("utf-8", "replace")
+            ) from error
+        if not isinstance(value, dict):
+            raise EngineAnswerError(method, self.url(path), "no JSON object", status=200, body=repr(value))
+        return value
+
+
+def _describe(error: BaseException, seconds: float) -> str:
+    if isinstance(error, aiohttp.ConnectionTimeoutError):
+        return "no connection in time"
+    if isinstance(error, TimeoutError):
+        return f"no answer within {seconds:g} s"
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
