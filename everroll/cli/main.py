@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import typer
 
 from everroll.cli import demo, processes, reference, runs, stack
-from everroll.cli.errors import CommandError
+from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
     name="everroll",
@@ -33,9 +34,23 @@ app.command("run-file-reference", hidden=True)(reference.run_file_reference)
 
 
 def main() -> None:
-    """Run the command line; a `CommandError` ends it with a message and its exit code."""
+    """Run the command line and end the process."""
+    code = run_command_line()
+    if "temporalio" in sys.modules:
+        # The SDK's core now and then aborts an interpreter that shuts down in the ordinary way.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+    sys.exit(code)
+
+
+def run_command_line() -> int:
+    """Run the command that the arguments name; returns its exit code, whose reason has been printed."""
     try:
         app()
     except CommandError as error:
         print(error, file=sys.stderr)
-        sys.exit(error.exit_code)
+        return error.exit_code
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else FAILED if error.code else 0
+    return 0

@@ -18,6 +18,10 @@ def engine(context: typer.Context) -> None:
         settings="EngineSettings",
         extra="engine",
         help="Run the embedded inference engine, which speaks SGLang's wire.",
+        start_errors=(
+            "everroll.engines.embedded.server:EngineConfigurationError",
+            "everroll.engines.embedded.model:UnsupportedModelError",
+        ),
     ).run(context.args)
 
 
@@ -31,4 +35,5 @@ def session_server(context: typer.Context) -> None:
         settings="SessionServerSettings",
         extra="sessions",
         help="Run the session server.",
+        start_errors=("everroll.failures:ConfigurationError", "everroll.sessions.errors:JournalError"),
     ).run(context.args)

@@ -1,0 +1,135 @@
+"""One child process: what to run, started with its output in a file, and stopped within bounded time."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from everroll.local.identity import ProcessIdentity, identify
+
+_LAUNCHER = Path(__file__).with_name("launch.py")
+_MAX_LOG_BYTES = 64 * 1024 * 1024
+
+
+class ReadyCheck(Protocol):
+    """Tells whether a process serves."""
+
+    async def is_ready(self, pid: int) -> bool:
+        """Ask once; within seconds, and without raising when nothing answers."""
+        ...
+
+
+@dataclass(frozen=True)
+class ProcessSpec:
+    """A process of the stack, as data."""
+
+    name: str
+    argv: tuple[str, ...]
+    ready: ReadyCheck
+    stage: int
+    """Stages start one after the other, and stop in reverse; processes of one stage start together."""
+    cwd: Path
+    env: dict[str, str] = field(default_factory=dict)
+    """Added to the supervisor's environment."""
+    address: str = ""
+    """Where it listens, for people."""
+    ready_timeout_seconds: float = 60.0
+    stop_timeout_seconds: float = 15.0
+    """From SIGTERM to SIGKILL."""
+
+
+class Child:
+    """A running process that leads its own process group."""
+
+    def __init__(
+        self, process: asyncio.subprocess.Process, identity: ProcessIdentity, stop_timeout_seconds: float
+    ) -> None:
+        self._process = process
+        self._stop_timeout_seconds = stop_timeout_seconds
+        self.identity = identity
+
+    @classmethod
+    async def start(
+        cls,
+        argv: Sequence[str],
+        cwd: Path,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        stop_timeout_seconds: float = 15.0,
+    ) -> Child:
+        """Start a program; its output is appended to `log`, `env` is added to this process's environment."""
+        rotate_log(log)
+        with log.open("ab") as output:
+            output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
+            output.flush()
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+                *argv,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                env={**os.environ, **(env or {})},
+                process_group=0,
+            )
+        # A process that has ended by now is told by `wait`; its identity then matches nothing.
+        identity = identify(process.pid) or ProcessIdentity(pid=process.pid, started="ended")
+        return cls(process, identity, stop_timeout_seconds)
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal. Its whole group is gone then."""
+        code = await self._process.wait()
+        self._kill_group()
+        return code
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL to the group when that takes too long."""
+        if self._process.returncode is None:
+            self._process.terminate()
+        try:
+            await asyncio.wait_for(self._process.wait(), self._stop_timeout_seconds)
+        except TimeoutError:
+            self._process.kill()
+            await self._process.wait()
+        self._kill_group()
+
+    def _kill_group(self) -> None:
+        """End what the process has left behind in its group."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            return
+
+
+def describe_exit(code: int) -> str:
+    """`ended with exit code 1`, `killed by SIGKILL`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"killed by signal {-code}"
+
+
+def rotate_log(log: Path) -> None:
+    """Set an overlong log aside, so that two files at most are kept."""
+    if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
+        log.replace(log.with_suffix(".log.1"))
+
+
+def read_log_tail(log: Path, max_lines: int = 20) -> str:
+    """The last lines of a log, for a message about a process that failed."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - 16_384))
+            lines = file.read().decode(errors="replace").splitlines()
+    except FileNotFoundError:
+        return ""
+    return "\n".join(lines[-max_lines:])

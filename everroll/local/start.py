@@ -1,0 +1,29 @@
+"""Start the whole local stack in a directory, and hold it for as long as a block lasts."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from everroll.local.plan import StackOptions, choose_addresses, plan_processes
+from everroll.local.ports import choose_port
+from everroll.local.stack import LocalStack, run_stack
+from everroll.local.state import StackDirectory
+from everroll.local.supervisor import Report
+
+
+@asynccontextmanager
+async def hold_stack(directory: StackDirectory, options: StackOptions, report: Report) -> AsyncIterator[LocalStack]:
+    """The stack, up and healthy inside the block.
+
+    Raises:
+        StackError: one runs here already, or a process does not come up.
+    """
+    directory.create()
+    with directory.lock():
+        addresses = choose_addresses(options, choose_port, report)
+        admin_key = secrets.token_urlsafe(32)
+        specs = plan_processes(options, addresses, admin_key)
+        async with run_stack(LocalStack(directory, addresses, admin_key, specs, report)) as stack:
+            yield stack
