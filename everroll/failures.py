@@ -8,7 +8,9 @@ httpx.DecodingError, BadAnswerError, MalformedSamplesError     TERMINAL, BadAnsw
 httpx.TransportError (all others), TimeoutError                TRANSIENT: the sample is ABORTED, the run goes on
 ServerStatusError (any non-2xx)                                TERMINAL, RuntimeError with method, URL, status, body
 TrainingError                                                  TERMINAL, TrainingError: the trainer refused
-PublishError                                                   TERMINAL, PublishError: an engine refused new weights
+EngineUnavailableError (while publishing)                      TRANSIENT: tried again until the publish's deadline
+EngineError (all others, while publishing)                     TERMINAL, PublishError: an engine refused new weights
+StoreError                                                     TERMINAL, StoreError: the store is unwritable or corrupt
 everything else                                                TERMINAL, ProgrammingError
 
 Error tree of Everroll itself:
@@ -36,9 +38,10 @@ from everroll.contracts.outcomes import (
     Cause,
     CauseKind,
     ErrorType,
-    PublishError,
     TrainingError,
 )
+from everroll.engines.base import EngineError, EngineUnavailableError
+from everroll.store import StoreError
 
 _BODY_LIMIT = 2000
 
@@ -84,7 +87,9 @@ _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((httpx.TransportError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((ServerStatusError,), Verdict(Outcome.TERMINAL, ErrorType.SERVER)),
     ((TrainingError,), Verdict(Outcome.TERMINAL, ErrorType.TRAINING)),
-    ((PublishError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),
+    ((EngineUnavailableError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
+    ((EngineError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),
+    ((StoreError,), Verdict(Outcome.TERMINAL, ErrorType.STORE)),
     ((BaseException,), Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)),
 ]
 

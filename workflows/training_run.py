@@ -153,7 +153,8 @@ class TrainingRun:
             task_queue=self.spec.services.task_queue,
             # Abandoned, so that continue-as-new leaves groups in flight; `_cancel_groups` ends them otherwise.
             parent_close_policy=ParentClosePolicy.ABANDON,
-            cancellation_type=ChildWorkflowCancellationType.TRY_CANCEL,
+            # The server drops a cancellation whose sender has closed, so the run waits until it is delivered.
+            cancellation_type=ChildWorkflowCancellationType.WAIT_CANCELLATION_REQUESTED,
             execution_timeout=self._group_execution_timeout(),
             search_attributes=build_search_attributes(self.spec.run.name, self.state.step),
             static_summary=f"group {group}, weights {self.ledger.weight_version}",

@@ -86,6 +86,8 @@ class ErrorType(StrEnum):
     """The trainer refused a batch or failed to apply a step."""
     PUBLISH = "PublishError"
     """An engine refused new weights."""
+    STORE = "StoreError"
+    """The blob store cannot be written, or a blob is missing or corrupt."""
     NO_PROGRESS = "NoProgressError"
     """Bounded effort gave no trainable batch."""
     PAYLOAD_TOO_LARGE = "PayloadsTooLarge"
@@ -94,10 +96,6 @@ class ErrorType(StrEnum):
 
 class TrainingError(RuntimeError):
     """The trainer refused a batch, or cannot apply a step; the message names what and why."""
-
-
-class PublishError(RuntimeError):
-    """An engine refused new weights, or did not reach the wanted version."""
 
 
 class BadAnswerError(ValueError):

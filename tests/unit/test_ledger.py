@@ -51,9 +51,8 @@ def test_random_runs(batch: int, num_steps: int, max_staleness: int, data: st.Da
     ledger = Ledger(spec, state)
     dispensed: list[int] = []
     trained: list[int] = []
-    num_dropped = 0
     in_training: list[GroupResult] | None = None
-    for _ in range(2000):
+    for _ in range(500):
         while ledger.can_admit():
             dispensed.append(ledger.admit())
             held = len(in_training or [])
@@ -76,12 +75,13 @@ def test_random_runs(batch: int, num_steps: int, max_staleness: int, data: st.Da
             state = RunState.model_validate_json(state.model_dump_json())
             ledger = Ledger(spec, state)
             continue
+        if not state.in_flight:
+            continue
         group = data.draw(st.sampled_from(sorted(state.in_flight)), label="group that ends")
-        if data.draw(st.integers(0, 4), label="drop if 0") == 0:
+        if sum(state.dropped_groups.values()) < 10 and data.draw(st.booleans(), label="drop"):
             ledger.settle(dropped(group))
         else:
             ledger.settle(ready(group, state.in_flight[group]))
-        num_dropped = sum(state.dropped_groups.values())
     assert state.step == num_steps
     assert dispensed == list(range(len(dispensed)))
     assert len(trained) == len(set(trained)) == num_steps * batch

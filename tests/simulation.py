@@ -1,0 +1,186 @@
+"""Simulated activities for tests of the orchestration alone: outcomes by script, in memory, no engine and no torch."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+
+from temporalio import activity
+from temporalio.client import Client
+from temporalio.worker import Worker
+
+from activities.boundary import BoundaryInterceptor
+from activities.runs import GroupActivities
+from everroll.contracts import names
+from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
+from everroll.contracts.rollout import (
+    BlobRef,
+    CollectRequest,
+    CollectResult,
+    DatasetRef,
+    EpisodeKey,
+    EpisodeReport,
+    EpisodeRequest,
+    ReleaseRequest,
+    ReleaseResult,
+    SamplesRef,
+    StoreGroupRequest,
+)
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import (
+    PrepareRunRequest,
+    PrepareRunResult,
+    PrepareTrainerRequest,
+    PublishRequest,
+    PublishResult,
+    TrainRequest,
+    TrainResult,
+    Weights,
+)
+from workflows.rollout_group import RolloutGroup
+from workflows.training_run import TrainingRun
+
+Collect = Callable[[EpisodeKey], CollectResult]
+Play = Callable[[EpisodeRequest], EpisodeReport]
+
+
+def build_spec(name: str, task_queue: str, /, **overrides: object) -> RunSpec:
+    """A small run; keys of `overrides` are sections, merged into the defaults."""
+    sections: dict[str, dict[str, object]] = {
+        "run": {"name": name, "num_steps": 2, "seed": 3},
+        "model": {"path": "model"},
+        "data": {"path": "prompts.jsonl"},
+        "rollout": {"agent": {"function": "a:b"}, "groups_per_step": 2, "episodes_per_group": 2},
+        "train": {},
+        "services": {"task_queue": task_queue},
+    }
+    for key, section in overrides.items():
+        assert isinstance(section, dict)
+        sections[key] = {**sections[key], **section}
+    return RunSpec.model_validate(sections)
+
+
+def succeed(request: EpisodeRequest) -> EpisodeReport:
+    return EpisodeReport(
+        key=request.key, status=SampleStatus.COMPLETED, prompt_index=request.key.group, reward=request.key.member / 2
+    )
+
+
+def fail(request: EpisodeRequest) -> EpisodeReport:
+    cause = Cause(kind=CauseKind.AGENT, error="KeyError", message="tool")
+    return EpisodeReport(key=request.key, status=SampleStatus.FAILED, prompt_index=request.key.group, cause=cause)
+
+
+def abort(key: EpisodeKey) -> CollectResult:
+    cause = Cause(kind=CauseKind.TRANSPORT, error="ReadError", message="reset", server="http://127.0.0.1:1")
+    return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause)
+
+
+@dataclass
+class Simulation:
+    """What the simulated activities do and what they saw."""
+
+    play: Play = succeed
+    collect: Collect | None = None
+    weight_version: int = 0
+    """Version last published."""
+    episodes: list[EpisodeRequest] = field(default_factory=list)
+    stored: dict[int, StoreGroupRequest] = field(default_factory=dict)
+    released: list[str] = field(default_factory=list)
+    trained: list[TrainRequest] = field(default_factory=list)
+    published: list[int] = field(default_factory=list)
+    gate: asyncio.Event | None = None
+    """When given, episodes wait for it."""
+    is_gated: Callable[[EpisodeKey], bool] = lambda key: True
+    """Which of them."""
+    train_gate: asyncio.Event | None = None
+
+    @activity.defn(name=names.PREPARE_RUN)
+    async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
+        return PrepareRunResult(
+            dataset=DatasetRef(path="prompts.jsonl", fingerprint="f", num_prompts=100, seed=0, shuffle=False)
+        )
+
+    @activity.defn(name=names.PREPARE_TRAINER)
+    async def prepare_trainer(self, request: PrepareTrainerRequest) -> Weights:
+        return Weights(version=0, path="weights/0")
+
+    @activity.defn(name=names.RUN_EPISODE)
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
+        self.episodes.append(request)
+        if self.gate is not None and self.is_gated(request.key):
+            while not self.gate.is_set():
+                activity.heartbeat("waiting")
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self.gate.wait(), 0.2)
+        return self.play(request)
+
+    @activity.defn(name=names.COLLECT_SAMPLES)
+    async def collect_samples(self, request: CollectRequest) -> CollectResult:
+        if self.collect is not None:
+            return self.collect(request.key)
+        return self.build_collected(request.key)
+
+    def build_collected(self, key: EpisodeKey) -> CollectResult:
+        samples = SamplesRef(
+            blob=BlobRef(uri=f"samples/{key.session_id}", sha256="0", num_bytes=1),
+            num_samples=1,
+            num_tokens=10,
+            num_sampled_tokens=4,
+            min_weight_version=self.weight_version,
+            max_weight_version=self.weight_version,
+        )
+        return CollectResult(key=key, status=SampleStatus.COMPLETED, samples=samples)
+
+    @activity.defn(name=names.STORE_GROUP)
+    async def store_group(self, request: StoreGroupRequest) -> BlobRef:
+        self.stored[request.group] = request
+        return BlobRef(uri=f"groups/{request.group}", sha256="0", num_bytes=1)
+
+    @activity.defn(name=names.RELEASE_SESSIONS)
+    async def release_sessions(self, request: ReleaseRequest) -> ReleaseResult:
+        self.released += request.session_ids
+        return ReleaseResult(released=len(request.session_ids), failed=0)
+
+    @activity.defn(name=names.TRAIN_STEP)
+    async def train_step(self, request: TrainRequest) -> TrainResult:
+        self.trained.append(request)
+        if self.train_gate is not None:
+            await asyncio.wait_for(self.train_gate.wait(), 30)
+        weights = Weights(version=request.step, path=f"weights/{request.step}")
+        return TrainResult(step=request.step, weights=weights, metrics={"loss": 0.5})
+
+    @activity.defn(name=names.PUBLISH_WEIGHTS)
+    async def publish_weights(self, request: PublishRequest) -> PublishResult:
+        self.weight_version = request.weights.version
+        self.published.append(request.weights.version)
+        return PublishResult(version=request.weights.version)
+
+    @contextlib.asynccontextmanager
+    async def workers(self, client: Client, task_queue: str) -> AsyncIterator[None]:
+        """The real workflows over these activities, on all three task queues."""
+        light = [
+            self.prepare_run,
+            self.store_group,
+            self.release_sessions,
+            self.publish_weights,
+            GroupActivities(client).await_group,
+        ]
+        queues = {
+            task_queue: light,
+            names.rollout_queue(task_queue): [self.run_episode, self.collect_samples],
+            names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
+        }
+        async with contextlib.AsyncExitStack() as stack:
+            for queue, queue_activities in queues.items():
+                worker = Worker(
+                    client,
+                    task_queue=queue,
+                    workflows=[TrainingRun, RolloutGroup] if queue == task_queue else [],
+                    activities=queue_activities,
+                    interceptors=[BoundaryInterceptor()],
+                )
+                await stack.enter_async_context(worker)
+            yield
