@@ -59,7 +59,10 @@ def build_http_client(
     pool_seconds: float = 60.0,
     max_connections: int = 512,
 ) -> httpx.AsyncClient:
-    """A client for one event loop. Redirects are not followed and proxies of the environment not used."""
+    """A client for one event loop. Redirects are not followed and proxies of the environment not used.
+
+    `pool_seconds` bounds the wait for a free connection and its opening together; past it, `ConnectTimeout` is raised.
+    """
     limits = httpx.Limits(max_connections=max_connections, max_keepalive_connections=None, keepalive_expiry=15.0)
     timeout = httpx.Timeout(connect=connect_seconds, read=read_seconds, write=write_seconds, pool=pool_seconds)
     transport = FaithfulTransport(AiohttpTransport(limits=limits, trust_env=False))
@@ -69,6 +72,8 @@ def build_http_client(
 def _map_error(error: Exception, request: httpx.Request, reading: bool) -> Exception:
     """The httpx error that says what happened; errors that are not from the transport stay as they are."""
     origin = error.__cause__ if isinstance(error, httpx.TransportError) else error
+    if isinstance(origin, ValueError) and not isinstance(origin, aiohttp.ClientError) and not reading:
+        return httpx.LocalProtocolError(f"the request cannot be sent: {origin}", request=request)
     if not isinstance(origin, (aiohttp.ClientError, OSError, TimeoutError)):
         return error
     kind = _classify(origin, reading)
@@ -82,6 +87,7 @@ def _classify(origin: BaseException, reading: bool) -> type[httpx.TransportError
         (aiohttp.SocketTimeoutError, httpx.ReadTimeout),
         (TimeoutError, httpx.ReadTimeout),  # ServerTimeoutError among them
         (aiohttp.InvalidURL, httpx.UnsupportedProtocol),
+        (aiohttp.NonHttpUrlClientError, httpx.UnsupportedProtocol),
         (aiohttp.ClientHttpProxyError, httpx.ProxyError),
         (aiohttp.ClientProxyConnectionError, httpx.ProxyError),
         (aiohttp.ClientConnectorError, httpx.ConnectError),

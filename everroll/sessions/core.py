@@ -29,7 +29,7 @@ from everroll.sessions.errors import (
 )
 from everroll.sessions.journal import SqliteJournal
 from everroll.sessions.records import Session, SessionRecord, Turn, compute_digest, describe_turn
-from everroll.sessions.turns import ChatRequest, TurnMaker, compute_keys
+from everroll.sessions.turns import ChatRequest, RequestKeys, TurnMaker, compute_keys
 from everroll.tokens.assembly import NothingToTrain, assemble_samples
 from everroll.tokens.samples import MalformedSamplesError, encode_samples
 
@@ -103,7 +103,7 @@ class SessionCore:
         if not joined:
             if session.next_index >= self._max_turns:
                 raise BadRequestError(f"session {session_id} has reached its limit of {self._max_turns} turns")
-            task = asyncio.create_task(self._make_turn(session, request, flight))
+            task = asyncio.create_task(self._make_turn(session, request, keys))
             self._in_flight[flight] = task
             task.add_done_callback(lambda done: self._land(flight, done))
         turn = await self._wait_for(self._in_flight[flight], session_id)
@@ -196,8 +196,8 @@ class SessionCore:
             digest = await asyncio.to_thread(compute_digest, turns)
             await self._journal.write_digest(session_id, digest, len(turns))
 
-    async def _make_turn(self, session: Session, request: ChatRequest, flight: tuple[str, bytes]) -> Turn:
-        turn = await self._maker.make(session, request)
+    async def _make_turn(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
+        turn = await self._maker.make(session, request, keys)
         attempt = session.record.attempt
         await self._journal.append_turn(session.record.session_id, turn, attempt)
         session.add(turn, attempt)

@@ -11,6 +11,8 @@ import hashlib
 import json
 from typing import Any
 
+from pydantic_core import to_json
+
 from everroll.tokens.renderer import Message, Tool
 
 REASONING = "reasoning_content"
@@ -18,12 +20,12 @@ REASONING = "reasoning_content"
 
 def compute_tools_key(tools: list[Tool] | None) -> bytes:
     """Key of the empty conversation."""
-    return _hash(b"", json.dumps(tools or [], sort_keys=True))
+    return _hash(b"", json.dumps(tools, sort_keys=True).encode()) if tools else _hash(b"", b"[]")
 
 
 def chain_key(key: bytes, message: Message) -> bytes:
     """Key of a conversation after one more message."""
-    return _hash(key, json.dumps(_canonical(message), sort_keys=True))
+    return _hash(key, to_json(_canonical(message)))
 
 
 def chain_keys(key: bytes, messages: list[Message]) -> list[bytes]:
@@ -44,7 +46,7 @@ def compute_request_key(prompt_key: bytes, messages: list[Message], label: int |
         label: the request's own `seed`; an agent that wants several answers to one prompt sends several.
     """
     reasoning = [message[REASONING] for message in messages if REASONING in message]
-    return _hash(prompt_key, json.dumps([reasoning, label]))
+    return _hash(prompt_key, to_json([reasoning, label]))
 
 
 def name_tool_results(messages: list[Message], previous: list[Message]) -> list[Message]:
@@ -63,23 +65,22 @@ def name_tool_results(messages: list[Message], previous: list[Message]) -> list[
     ]
 
 
-def _canonical(message: Message) -> dict[str, Any]:
-    kept = {key: value for key, value in message.items() if key not in (REASONING, "tool_calls")}
-    if calls := message.get("tool_calls"):
-        kept["tool_calls"] = [
-            [call.get("id"), call["function"]["name"], _canonical_arguments(call["function"]["arguments"])]
-            for call in calls
-        ]
-    return kept
+def _canonical(message: Message) -> list[Any]:
+    """The parts of a message that count, in a fixed order."""
+    calls = [
+        [call.get("id"), call["function"]["name"], *_canonical_arguments(call["function"]["arguments"])]
+        for call in message.get("tool_calls", ())
+    ]
+    return [message["role"], message["content"], message.get("name"), message.get("tool_call_id"), calls]
 
 
-def _canonical_arguments(arguments: str) -> Any:
-    """Arguments as JSON, or as the text they are where the model wrote no JSON."""
+def _canonical_arguments(arguments: str) -> tuple[str, str]:
+    """Arguments as JSON with sorted keys, or as the text they are where the model wrote no JSON."""
     try:
-        return {"json": json.loads(arguments)}
+        return "json", json.dumps(json.loads(arguments), sort_keys=True)
     except ValueError:
-        return {"text": arguments}
+        return "text", arguments
 
 
-def _hash(key: bytes, text: str) -> bytes:
-    return hashlib.blake2b(key + text.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+def _hash(key: bytes, text: bytes) -> bytes:
+    return hashlib.blake2b(key + text, digest_size=16).digest()

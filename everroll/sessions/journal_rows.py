@@ -6,11 +6,11 @@ only what the turn added, so a conversation of n turns takes space in proportion
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+from pydantic_core import from_json, to_json
 
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.records import SessionRecord, Turn
@@ -29,7 +29,7 @@ SCHEMA = (
         follows INTEGER, extends INTEGER NOT NULL, depth INTEGER NOT NULL,
         prompt_key BLOB NOT NULL, request_key BLOB NOT NULL, history_key BLOB NOT NULL,
         added_ids BLOB NOT NULL, completion_ids BLOB NOT NULL, logprobs BLOB NOT NULL, weight_versions BLOB NOT NULL,
-        finish_reason TEXT NOT NULL, messages TEXT NOT NULL, tools TEXT, reply TEXT NOT NULL,
+        finish_reason TEXT NOT NULL, messages TEXT NOT NULL, tools TEXT NOT NULL, reply TEXT NOT NULL,
         num_prompt_tokens INTEGER NOT NULL, num_cached_tokens INTEGER NOT NULL, seed INTEGER NOT NULL,
         created_at REAL NOT NULL, note TEXT NOT NULL,
         PRIMARY KEY (session_id, turn_index)
@@ -73,8 +73,7 @@ def encode_turn(session_id: str, turn: Turn, attempt: int) -> _Row:
         *(session_id, tokens.index, attempt, tokens.follows, tokens.extends, turn.depth),
         *(tokens.prompt_key, turn.request_key, turn.history_key),
         *(_blob(tokens.added_ids), _blob(tokens.completion_ids), _blob(tokens.logprobs), _blob(tokens.weight_versions)),
-        *(tokens.finish_reason, json.dumps(turn.messages)),
-        *(None if turn.tools is None else json.dumps(turn.tools), json.dumps(turn.reply)),
+        *(tokens.finish_reason, _text(turn.messages), _text(turn.tools), _text(turn.reply)),
         *(turn.num_prompt_tokens, turn.num_cached_tokens, turn.seed, turn.created_at, turn.note),
     )
 
@@ -100,9 +99,9 @@ def decode_turn(row: _Row) -> tuple[Turn, int]:
         depth=depth,
         request_key=request_key,
         history_key=history_key,
-        messages=json.loads(messages),
-        tools=None if tools is None else json.loads(tools),
-        reply=json.loads(reply),
+        messages=from_json(messages),
+        tools=from_json(tools),
+        reply=from_json(reply),
         num_prompt_tokens=num_prompt_tokens,
         num_cached_tokens=num_cached_tokens,
         seed=seed,
@@ -110,6 +109,10 @@ def decode_turn(row: _Row) -> tuple[Turn, int]:
         note=note,
     )
     return turn, attempt
+
+
+def _text(value: Any) -> str:
+    return to_json(value).decode()
 
 
 def _blob(array: npt.NDArray[Any]) -> bytes:

@@ -75,7 +75,7 @@ class TurnMaker:
         self._renderer = renderer
         self._upstream = upstream
 
-    async def make(self, session: Session, request: ChatRequest) -> Turn:
+    async def make(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
         """Sample the answer to a request that has no recorded one.
 
         Raises:
@@ -84,7 +84,6 @@ class TurnMaker:
             TokenInvariantError: the renderer broke its contract.
             BrokenAnswerError, EngineAwayError: the engines failed.
         """
-        keys = compute_keys(request)
         prompt = self._build_prompt(session, request, keys)
         depth = 0 if prompt.follows is None else session.turns[prompt.follows].depth + 1
         seed = derive_seed(session.record.seed, depth, request.label)

@@ -9,12 +9,16 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as RustTokenizer
 
 from everroll.failures import ConfigurationError
+
+
+_MAX_CACHED_CHARS = 64
 
 
 class FastTokenizer:
@@ -24,12 +28,14 @@ class FastTokenizer:
         self.name_or_path = name_or_path
         self.chat_template = str(config.get("chat_template") or "")
         self._backend = backend
+        self._encode_short = lru_cache(maxsize=4096)(self._encode)
         self.unk_token_id = self._special_id(config.get("unk_token"))
         self.eos_token_id = self._special_id(config.get("eos_token"))
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
-        return ids
+        if len(text) <= _MAX_CACHED_CHARS:  # template scaffolding, the same in every turn
+            return list(self._encode_short(text, add_special_tokens))
+        return self._encode(text, add_special_tokens)
 
     def decode(
         self,
@@ -47,6 +53,10 @@ class FastTokenizer:
         if isinstance(tokens, str):
             return self._token_id(tokens)
         return [self._token_id(token) for token in tokens]
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+        return ids
 
     def _token_id(self, token: str) -> int | None:
         found = self._backend.token_to_id(token)
