@@ -42,10 +42,10 @@ class TornDirectoryError(CheckpointError):
 
 
 def write_directory(final: Path, fill: Callable[[Path], None]) -> Manifest:
-    """Let `fill` write files into a directory that then appears at `final`; replaces what is there.
+    """Let `fill` write files into a directory that then appears at `final`, in place of one that is there.
 
     Raises:
-        OSError: nothing was changed at `final`.
+        OSError: it could not be written.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
     temporary = final.parent / f"{_TEMPORARY_PREFIX}{final.name}-{uuid.uuid4().hex}"
@@ -57,7 +57,7 @@ def write_directory(final: Path, fill: Callable[[Path], None]) -> Manifest:
         _sync(temporary / MANIFEST_NAME)
         _sync(temporary)
         if final.exists():
-            os.rename(final, final.parent / f"{_TEMPORARY_PREFIX}old-{uuid.uuid4().hex}")
+            remove_directory(final)
         os.rename(temporary, final)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
