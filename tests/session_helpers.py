@@ -17,12 +17,20 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
+import uvicorn
 from aiohttp import web
+from starlette.applications import Starlette
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from everroll.contracts.spec import ModelSection
-from everroll.sessions.server import SessionServerSettings
+from everroll.contracts.spec import ModelSection, SamplingSpec
+from everroll.http_client import build_http_client
+from everroll.sessions.client import CollectedSamples, SessionClient, SessionHandle
+from everroll.sessions.server import SessionServerSettings, open_app
+from everroll.tokens.renderer import ChatRenderer
 
+SAMPLING = SamplingSpec(temperature=0.7, max_tokens=200)
+USER = {"role": "user", "content": "hi"}
 SPECIAL_TOKENS = [
     "<|endoftext|>",
     "<|im_start|>",
@@ -90,10 +98,17 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     weight_version: int = 3
     base_url: str = ""
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def await_request(self) -> None:
+        """Wait for the first request."""
+        async with asyncio.timeout(10):
+            await self._arrived.wait()
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
+        self._arrived.set()
         if self.gate is not None:
             await self.gate.wait()
         if self.status != 200:
@@ -175,6 +190,11 @@ class ServerProcess:
         self._process.kill()
         self._process.wait(10)
 
+    def restart(self) -> None:
+        """kill -9, and start again on the same journal."""
+        self.kill()
+        self.start()
+
     def terminate(self) -> int:
         """SIGTERM; gives the exit code."""
         assert self._process is not None
@@ -186,7 +206,7 @@ class ServerProcess:
             self.kill()
 
     def _await_health(self) -> None:
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 90
         while time.monotonic() < deadline:
             assert self._process is not None
             if self._process.poll() is not None:
@@ -206,3 +226,78 @@ def run_server_process(settings: SessionServerSettings, log: Path) -> Iterator[S
         yield server
     finally:
         server.stop()
+
+
+@contextlib.asynccontextmanager
+async def serve_app(app: Starlette) -> AsyncIterator[str]:
+    """Serve in this process on a free port; gives the base URL."""
+    listener = socket.create_server(("127.0.0.1", 0))  # connections wait in its queue until the server runs
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
+    server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
+    task = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        await task
+
+
+class Stack:
+    """Session server and engine, and how to talk to them."""
+
+    def __init__(self, engine: FakeEngine, http: httpx.AsyncClient, base_url: str) -> None:
+        self.engine = engine
+        self.http = http
+        self.client = SessionClient(http, base_url, ADMIN_KEY)
+
+    async def open(self, session_id: str = "s", seed: int = 1, sampling: SamplingSpec = SAMPLING) -> SessionHandle:
+        return await self.client.create(session_id, sampling, seed)
+
+    async def post(
+        self, handle: SessionHandle, *messages: Any, key: str | None = None, **fields: Any
+    ) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key or handle.api_key}"}
+        body = {"model": "m", "messages": messages, **fields}
+        return await self.http.post(f"{handle.base_url}/chat/completions", json=body, headers=headers)
+
+    async def chat(self, handle: SessionHandle, *messages: Any, **fields: Any) -> dict[str, Any]:
+        """The assistant's message."""
+        response = await self.post(handle, *messages, **fields)
+        assert response.status_code == 200, response.text
+        return response.json()["choices"][0]["message"]
+
+    async def texts(self, session_id: str = "s") -> list[str]:
+        """Text of each sample's trained tokens."""
+        collected = await self.client.collect(session_id, None, {})
+        assert isinstance(collected, CollectedSamples)
+        decode = self.engine.tokenizer.decode
+        return [
+            decode(sample.token_ids[sample.loss_mask].tolist(), skip_special_tokens=False).replace("<|im_end|>", "|")
+            for sample in collected.sample_set.samples
+        ]
+
+    async def num_turns(self, session_id: str = "s") -> int:
+        return int((await self.client.describe(session_id))["num_turns"])
+
+
+@contextlib.asynccontextmanager
+async def run_stack(
+    renderer: ChatRenderer, model_dir: Path, journal: Path, engines: list[FakeEngine], **settings: Any
+) -> AsyncIterator[Stack]:
+    values = SessionServerSettings(
+        model=model_section(model_dir),
+        engine_urls=[engine.base_url for engine in engines],
+        journal_path=str(journal),
+        **settings,
+    )
+    async with (
+        open_app(values, renderer, ADMIN_KEY) as app,
+        serve_app(app) as base_url,
+        build_http_client(read_seconds=20) as http,
+    ):
+        yield Stack(engines[0], http, base_url)
+
+
+def open_openai(handle: SessionHandle) -> openai.AsyncOpenAI:
+    """The stock client, without retries of its own."""
+    return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0, timeout=20)

@@ -1,32 +1,32 @@
-"""The session server as a process, with stock clients, over a real socket."""
+"""The session server as a process: killed, ended, refused."""
 
 from __future__ import annotations
 
+import asyncio
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-import numpy as np
 import openai
 import pytest
 
-from everroll.contracts.spec import SamplingSpec
+from everroll.failures import ConfigurationError
 from everroll.http_client import build_http_client
 from everroll.sessions.client import CollectedSamples, SessionClient, SessionHandle
-from everroll.sessions.server import SessionServerSettings
+from everroll.sessions.keys import check_bind, load_admin_key
+from everroll.sessions.server import SessionServerSettings, serve
 from tests.session_helpers import (
     ADMIN_KEY,
-    TOOL_CALL_TEXT,
-    TOOLS,
+    SAMPLING,
     FakeEngine,
     ServerProcess,
     find_free_port,
     model_section,
+    open_openai,
     run_fake_engine,
     run_server_process,
     write_model_dir,
 )
-
-SAMPLING = SamplingSpec(temperature=0.7, max_tokens=200)
 
 
 @pytest.fixture
@@ -53,42 +53,72 @@ async def client(server: ServerProcess) -> AsyncIterator[SessionClient]:
         yield SessionClient(http, server.base_url, ADMIN_KEY)
 
 
-def open_openai(handle: SessionHandle) -> openai.AsyncOpenAI:
-    return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0, timeout=20)
-
-
-async def test_stock_client_holds_a_tool_conversation_and_the_mask_covers_exactly_the_sampled_tokens(
-    client: SessionClient, engine: FakeEngine
+async def test_c9_a_killed_server_loses_nothing_that_an_agent_saw(
+    server: ServerProcess, client: SessionClient, engine: FakeEngine, tmp_path: Path
 ) -> None:
-    engine.replies = [TOOL_CALL_TEXT, "It is 3."]
-    handle = await client.create("run-0-0-0", SAMPLING, seed=5)
-    messages: list = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "1 + 2?"}]
+    engine.replies = ["one", "two"]
+    handle = await client.create("s", SAMPLING, seed=5)
+    messages: list = [{"role": "user", "content": "hi"}]
     async with open_openai(handle) as agent:
-        first = await agent.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-        call = first.choices[0].message.tool_calls[0]
-        assert first.choices[0].finish_reason == "tool_calls"
-        assert (call.function.name, call.function.arguments) == ("add", '{"a": 1, "b": 2}')
-        messages += [first.choices[0].message, {"role": "tool", "tool_call_id": call.id, "content": "3"}]
-        second = await agent.chat.completions.create(model="any", messages=messages, tools=TOOLS)
-        assert second.choices[0].message.content == "It is 3."
-        assert second.choices[0].finish_reason == "stop"
+        first = await agent.chat.completions.create(model="m", messages=messages)
+        await asyncio.to_thread(server.restart)
+        again = await agent.chat.completions.create(model="m", messages=messages)
+        assert again.choices == first.choices
+        messages += [first.choices[0].message, {"role": "user", "content": "more"}]
+        await agent.chat.completions.create(model="m", messages=messages)
+    assert len(engine.requests) == 2
+    before = await client.collect("s", None, {})
+    await asyncio.to_thread(server.restart)
+    after = await client.collect("s", None, {})
+    assert isinstance(before, CollectedSamples)
+    assert isinstance(after, CollectedSamples)
+    assert before.body == after.body
+    assert [sample.num_turns for sample in after.sample_set.samples] == [2]
+    assert await client.create("s", SAMPLING, seed=5) == SessionHandle("s", handle.base_url, handle.api_key, 2)
+    assert await asyncio.to_thread(server.terminate) == 0
+    assert not (tmp_path / "journal.db-wal").exists()  # closed, not just abandoned
 
-    collected = await client.collect("run-0-0-0", None, {"reward": 1})
-    assert isinstance(collected, CollectedSamples)
-    (sample,) = collected.sample_set.samples
-    first_call, second_call = engine.requests
-    replies = [engine.tokenizer.encode(text + "<|im_end|>").ids for text in (TOOL_CALL_TEXT, "It is 3.")]
-    assert sample.token_ids.tolist() == second_call["input_ids"] + replies[1]
-    expected = np.zeros(sample.num_tokens, dtype=bool)
-    start = len(first_call["input_ids"])
-    expected[start : start + len(replies[0])] = True
-    expected[len(second_call["input_ids"]) :] = True
-    assert (sample.loss_mask == expected).all()
-    assert sample.token_ids[start : start + len(replies[0])].tolist() == replies[0]
-    logprobs = [-0.1 - 0.001 * index for ids in replies for index in range(len(ids))]
-    assert sample.sampler_logprobs[expected].tolist() == np.float32(logprobs).tolist()
-    assert (sample.weight_versions[expected] == 3).all()
-    assert (sample.weight_versions[~expected] == -1).all()
-    assert sample.temperature == 0.7
-    assert sample.num_turns == 2
-    assert collected.sample_set.metadata == {"reward": 1}
+
+async def test_a_call_in_flight_when_the_server_is_killed_is_sampled_once_more(
+    server: ServerProcess, client: SessionClient, engine: FakeEngine
+) -> None:
+    handle = await client.create("s", SAMPLING, seed=5)
+    engine.gate = asyncio.Event()
+    async with open_openai(handle) as agent:
+
+        async def ask() -> str | None:
+            messages: list = [{"role": "user", "content": "hi"}]
+            return (await agent.chat.completions.create(model="m", messages=messages)).choices[0].message.content
+
+        lost = asyncio.create_task(ask())
+        await engine.await_request()
+        await asyncio.to_thread(server.kill)
+        with pytest.raises(openai.APIConnectionError):
+            await lost
+        engine.gate.set()
+        await asyncio.to_thread(server.start)
+        assert await ask() == "hello"
+    first, second = engine.requests
+    assert first == second  # the same tokens, seed and sampling values
+    assert (await client.describe("s"))["num_turns"] == 1
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.com"])
+def test_no_public_address_without_a_key(host: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EVERROLL_ADMIN_KEY", raising=False)
+    with pytest.raises(ConfigurationError, match="EVERROLL_ADMIN_KEY"):
+        check_bind(host, load_admin_key())
+    monkeypatch.setenv("EVERROLL_ADMIN_KEY", "a secret")
+    check_bind(host, load_admin_key())
+
+
+def test_a_taken_port_is_named(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        settings = SessionServerSettings(
+            model=model_section(write_model_dir(tmp_path / "model")),
+            engine_urls=["http://127.0.0.1:1"],
+            journal_path=str(tmp_path / "j.db"),
+            port=listener.getsockname()[1],
+        )
+        with pytest.raises(ConfigurationError, match="cannot listen on"):
+            serve(settings)

@@ -80,7 +80,7 @@ def _parse_message(value: Any, where: str) -> Message:
         message["tool_call_id"] = call_id
     if role == "assistant":
         reasoning = value.get(REASONING) or value.get("reasoning")
-        if isinstance(reasoning, str):
+        if isinstance(reasoning, str) and reasoning:
             message[REASONING] = reasoning
         if calls := value.get("tool_calls"):
             message["tool_calls"] = _parse_tool_calls(calls, f"{where}.tool_calls")
