@@ -43,7 +43,8 @@ def compute_token_logprobs(
 def _compute_chunk(
     head: Callable[[Tensor], Tensor], states_CD: Tensor, target_ids_C: Tensor, temperatures_C: Tensor
 ) -> tuple[Tensor, Tensor]:
-    logits_CV = head(states_CD).float() / temperatures_C[:, None]
+    logits_CV = head(states_CD)
+    logits_CV = logits_CV.to(torch.promote_types(logits_CV.dtype, torch.float32)) / temperatures_C[:, None]
     logprobs_CV = torch.log_softmax(logits_CV, dim=-1)
     with torch.no_grad():
         entropy_C = -(logprobs_CV.exp() * logprobs_CV).nan_to_num(nan=0.0).sum(-1)

@@ -70,7 +70,7 @@ def clean(tmp_path_factory: pytest.TempPathFactory, three_steps: Path, driver: D
     return root
 
 
-KILL_POINTS = {
+KILL_POINTS: dict[str, dict[str, Any]] = {
     "request not yet stored": {"kill_event": "os.rename", "kill_path": "requests/.step_000004"},
     "between micro-batches": {"kill_progress": "step 4 update 2/2 micro-batch 2/"},
     "after the optimizer step": {"kill_progress": "step 4 writing weights"},

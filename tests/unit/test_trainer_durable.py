@@ -1,0 +1,102 @@
+"""Directories that appear whole or not at all, and the small files of a run directory."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.trainer_helpers import build_request
+from trainer.durable import MANIFEST_NAME, TornDirectoryError, check_directory, is_complete, write_directory
+from trainer.errors import RunInUseError
+from trainer.rundir import RunDirectory
+
+
+def _fill(directory: Path) -> None:
+    (directory / "a.bin").write_bytes(b"first")
+    (directory / "b.bin").write_bytes(b"second")
+
+
+def test_a_directory_is_listed_with_its_hashes(tmp_path: Path) -> None:
+    manifest = write_directory(tmp_path / "made", _fill)
+    assert check_directory(tmp_path / "made") == manifest
+    assert {name: entry.num_bytes for name, entry in manifest.files.items()} == {"a.bin": 5, "b.bin": 6}
+
+
+def test_a_failed_write_leaves_nothing(tmp_path: Path) -> None:
+    def fail(directory: Path) -> None:
+        _fill(directory)
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        write_directory(tmp_path / "made", fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_can_be_replaced(tmp_path: Path) -> None:
+    write_directory(tmp_path / "made", _fill)
+    write_directory(tmp_path / "made", lambda directory: (directory / "c.bin").touch())
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["c.bin", MANIFEST_NAME]
+    assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_torn_directories_are_found(tmp_path: Path) -> None:
+    """C8: no manifest, a short file, a missing file, other bytes of the same size."""
+    for name in ("no_manifest", "short", "missing", "changed"):
+        write_directory(tmp_path / name, _fill)
+    (tmp_path / "no_manifest" / MANIFEST_NAME).unlink()
+    (tmp_path / "short" / "a.bin").write_bytes(b"firs")
+    (tmp_path / "missing" / "b.bin").unlink()
+    (tmp_path / "changed" / "b.bin").write_bytes(b"sEcond")
+    for name in ("no_manifest", "short", "missing", "changed"):
+        with pytest.raises(TornDirectoryError):
+            check_directory(tmp_path / name)
+    assert not is_complete(tmp_path / "short")
+
+
+def test_a_run_directory_has_one_owner(tmp_path: Path) -> None:
+    first, second = RunDirectory(tmp_path), RunDirectory(tmp_path)
+    first.lock(timeout_seconds=0)
+    with pytest.raises(RunInUseError, match=r"in use by another trainer \(process \d+"):
+        second.lock(timeout_seconds=0.1)
+    first.unlock()
+    second.lock(timeout_seconds=5)
+    second.unlock()
+
+
+def test_leftovers_are_cleared_by_the_next_owner(tmp_path: Path) -> None:
+    (tmp_path / "weights" / ".tmp-step_000001-x").mkdir(parents=True)
+    run = RunDirectory(tmp_path)
+    run.lock(timeout_seconds=0)
+    run.unlock()
+    assert list((tmp_path / "weights").iterdir()) == []
+
+
+def test_metrics_are_written_once_per_step(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.append_metrics(1, {"loss": 0.5})
+    run.append_metrics(1, {"loss": 0.6})
+    with run.metrics_path.open("ab") as file:
+        file.write(b'{"step": 2, "lo')  # a crash in mid-line
+    run.append_metrics(2, {"loss": 0.7})
+    lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
+    assert lines == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.7}]
+
+
+def test_old_directories_and_requests_go(tmp_path: Path) -> None:
+    """Requests stay as long as a kept checkpoint could need them; a torn checkpoint does not count as kept."""
+    run = RunDirectory(tmp_path / "run")
+    run.lock(timeout_seconds=0)
+    request = build_request(tmp_path, 1)
+    for step in range(1, 8):
+        write_directory(run.weights(step), _fill)
+        run.write_request(request.model_copy(update={"step": step}))
+        if step % 2 == 0:
+            write_directory(run.checkpoint(step), _fill)
+    (run.checkpoint(6) / MANIFEST_NAME).unlink()
+    run.prune(keep_checkpoints=1)
+    run.unlock()
+    assert run.checkpoint_steps() == [6, 4]
+    assert sorted(path.name for path in (run.root / "weights").iterdir()) == [f"step_00000{n}" for n in (5, 6, 7)]
+    assert sorted(path.name for path in (run.root / "requests").iterdir()) == [f"step_00000{n}.json" for n in (5, 6, 7)]
