@@ -152,8 +152,9 @@ class TurnMaker:
     ) -> list[int] | None:
         """Recorded tokens plus the new messages; None when only a full render will do."""
         completion = turn.tokens.completion_ids.size
+        history = session.messages(turn.index)
         messages = name_tool_results(new, [turn.reply])
-        token_ids = self._renderer.extend(recorded[:-completion], recorded[-completion:], messages, tools)
+        token_ids = self._renderer.extend(recorded[:-completion], recorded[-completion:], history, messages, tools)
         if token_ids is not None and token_ids[: len(recorded)] != recorded:
             index = find_first_difference(token_ids, recorded)
             raise TokenInvariantError(

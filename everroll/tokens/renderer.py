@@ -7,18 +7,18 @@ rendering again what was sampled (the bridge), and parses completions into text,
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import renderers
-from pydantic import TypeAdapter, ValidationError
 from renderers.base import ToolCallParseStatus
 
 from everroll.contracts.spec import ModelSection
 from everroll.failures import ConfigurationError
 from everroll.tokens.autodetect import detect_renderer_name
-from everroll.tokens.tokenizer import compute_tokenizer_fingerprint, load_fast_tokenizer
+from everroll.tokens.registry import build_package_renderer
+from everroll.tokens.tokenizer import compute_tokenizer_fingerprint, load_fast_tokenizer, load_json_object
 
 Message = dict[str, Any]
 """A chat message in OpenAI's form: role, content as one string, and where they apply tool_calls, tool_call_id, name."""
@@ -27,6 +27,10 @@ Tool = dict[str, Any]
 
 _PROBE_PROMPT: list[Message] = [{"role": "user", "content": "a"}]
 _PROBE_REPLY = "b"
+_PROBE_HISTORY: list[Message] = [
+    *_PROBE_PROMPT,
+    {"role": "assistant", "content": _PROBE_REPLY, "reasoning_content": "d"},
+]
 _PROBE_NEXT: list[Message] = [{"role": "user", "content": "c"}]
 
 
@@ -54,13 +58,15 @@ class Reply:
 class ChatRenderer:
     """Renders, extends and parses conversations of one checkpoint. Pure and safe to share."""
 
-    def __init__(self, renderer: Any, tokenizer: Any, name: str, fingerprint: str) -> None:
+    def __init__(
+        self, renderer: Any, tokenizer: Any, name: str, fingerprint: str, more_stop_ids: Sequence[int] = ()
+    ) -> None:
         self.name = name
         self.fingerprint = fingerprint
         """sha256 over the tokenizer's files."""
         self._renderer = renderer
         self._tokenizer = tokenizer
-        self.stop_token_ids: tuple[int, ...] = tuple(sorted(set(renderer.get_stop_token_ids())))
+        self.stop_token_ids: tuple[int, ...] = tuple(sorted({*renderer.get_stop_token_ids(), *more_stop_ids}))
         """Token ids that end a turn."""
 
     def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
@@ -73,11 +79,23 @@ class ChatRenderer:
         return ids
 
     def extend(
-        self, prompt_ids: list[int], completion_ids: list[int], messages: list[Message], tools: list[Tool] | None
+        self,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        history: list[Message],
+        messages: list[Message],
+        tools: list[Tool] | None,
     ) -> list[int] | None:
         """The prompt after `prompt_ids + completion_ids` and `messages`, sampled tokens kept as they are.
 
         None when this chat format cannot promise that; then only a full render will do.
+
+        Args:
+            prompt_ids: prompt of the turn that is continued.
+            completion_ids: what was sampled in it.
+            history: the conversation up to and including the reply of that turn, for formats that look back.
+            messages: what comes after it.
+            tools: of the conversation.
         """
         rendered = self._renderer.bridge_to_next_turn(prompt_ids, completion_ids, messages, tools=tools or None)
         return None if rendered is None else list(rendered.token_ids)
@@ -109,10 +127,38 @@ class ChatRenderer:
         reply = self._tokenizer.encode(_PROBE_REPLY, add_special_tokens=False)
         for stop in self.stop_token_ids:
             before = [*prompt, *reply, stop]
-            after = self.extend(prompt, [*reply, stop], _PROBE_NEXT, None)
+            after = self.extend(prompt, [*reply, stop], _PROBE_HISTORY, _PROBE_NEXT, None)
             if after is not None and after[: len(before)] == before:
                 return True
         return False
+
+
+class TemplateRenderer(ChatRenderer):
+    """A checkpoint's own Jinja template, of which nothing is known but what it prints.
+
+    It extends a conversation by what the template prints after the last reply, and only if the template prints the
+    conversation up to there in the same way with and without the new messages.
+    """
+
+    def extend(
+        self,
+        prompt_ids: list[int],
+        completion_ids: list[int],
+        history: list[Message],
+        messages: list[Message],
+        tools: list[Tool] | None,
+    ) -> list[int] | None:
+        before = self._renderer.render_ids(history, tools=tools or None)
+        after = self.render([*history, *messages], tools)
+        end = _find_last(before, self.stop_token_ids)
+        if end is None or after[: end + 1] != before[: end + 1] or self.decode(before[end + 1 :]).strip():
+            return None
+        close = [] if completion_ids[-1] in self.stop_token_ids else [before[end]]
+        return [*prompt_ids, *completion_ids, *close, *after[end + 1 :]]
+
+
+def _find_last(token_ids: list[int], wanted: tuple[int, ...]) -> int | None:
+    return next((index for index in range(len(token_ids) - 1, -1, -1) if token_ids[index] in wanted), None)
 
 
 def load_renderer(model: ModelSection) -> ChatRenderer:
@@ -128,13 +174,19 @@ def load_renderer(model: ModelSection) -> ChatRenderer:
     directory = Path(model.path)
     if not directory.is_dir():
         raise ConfigurationError(f"model.path: {directory} is no directory")
-    name, canonical = detect_renderer_name(directory) if model.renderer == "auto" else (model.renderer, None)
-    tokenizer = _load_tokenizer(directory, canonical or str(directory), name)
     arguments: dict[str, Any] = dict(model.chat_template)
-    renderer = _build_renderer(tokenizer, name, arguments)
+    name, hub_name = model.renderer, None
+    if name == "auto":
+        name, hub_name = detect_renderer_name(directory, arguments)
+    tokenizer = _load_tokenizer(directory, hub_name or str(directory), name)
+    renderer = build_package_renderer(tokenizer, name, arguments)
     if model.history == "extend" and renderer.effective_thinking_retention == "tool_cycle":
-        renderer = _build_renderer(tokenizer, name, {"thinking_retention": "all", **arguments})
-    chat = ChatRenderer(renderer, tokenizer, name, compute_tokenizer_fingerprint(directory))
+        renderer = build_package_renderer(tokenizer, name, {"thinking_retention": "all", **arguments})
+    fingerprint = compute_tokenizer_fingerprint(directory)
+    if name == "default":
+        chat: ChatRenderer = TemplateRenderer(renderer, tokenizer, name, fingerprint, _load_eos_ids(directory))
+    else:
+        chat = ChatRenderer(renderer, tokenizer, name, fingerprint)
     if not chat.stop_token_ids:
         raise ConfigurationError(f"{directory}: renderer {name!r} knows no token that ends a turn")
     if model.history == "extend" and not chat.can_extend():
@@ -144,6 +196,12 @@ def load_renderer(model: ModelSection) -> ChatRenderer:
             "rendering differs from what was recorded starts a new branch, and an episode gives several samples."
         )
     return chat
+
+
+def _load_eos_ids(directory: Path) -> list[int]:
+    """Ends of a turn as `generation_config.json` names them: one id or several."""
+    value = load_json_object(directory / "generation_config.json").get("eos_token_id")
+    return [value] if isinstance(value, int) else [item for item in value or () if isinstance(item, int)]
 
 
 def _load_tokenizer(directory: Path, name_or_path: str, renderer: str) -> Any:
@@ -161,16 +219,3 @@ def _load_tokenizer(directory: Path, name_or_path: str, renderer: str) -> Any:
         return AutoTokenizer.from_pretrained(str(directory))
     except (OSError, ValueError, KeyError) as error:
         raise ConfigurationError(f"{directory}: no tokenizer can be loaded: {error}") from error
-
-
-def _build_renderer(tokenizer: Any, name: str, arguments: dict[str, Any]) -> Any:
-    try:
-        config = TypeAdapter(renderers.RendererConfig).validate_python({"name": name, **arguments})
-        return renderers.create_renderer(tokenizer, config)
-    except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigurationError(f"model.renderer = {name!r} with {arguments}: {details}") from error
-    except (AssertionError, ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigurationError(
-            f"model.renderer = {name!r} does not fit the tokenizer of {tokenizer.name_or_path}: {error}"
-        ) from error

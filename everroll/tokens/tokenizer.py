@@ -17,7 +17,6 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from everroll.failures import ConfigurationError
 
-
 _MAX_CACHED_CHARS = 64
 
 
@@ -27,6 +26,7 @@ class FastTokenizer:
     def __init__(self, backend: RustTokenizer, name_or_path: str, config: dict[str, Any]) -> None:
         self.name_or_path = name_or_path
         self.chat_template = str(config.get("chat_template") or "")
+        self.special_tokens = {name: _token_text(config.get(name)) or "" for name in ("bos_token", "eos_token")}
         self._backend = backend
         self._encode_short = lru_cache(maxsize=4096)(self._encode)
         self.unk_token_id = self._special_id(config.get("unk_token"))
@@ -63,10 +63,15 @@ class FastTokenizer:
         return self.unk_token_id if found is None else int(found)
 
     def _special_id(self, entry: object) -> int | None:
-        """Id of a special token as `tokenizer_config.json` names it: a string, or an object with `content`."""
-        token = entry.get("content") if isinstance(entry, dict) else entry
-        found = self._backend.token_to_id(token) if isinstance(token, str) else None
+        token = _token_text(entry)
+        found = None if token is None else self._backend.token_to_id(token)
         return None if found is None else int(found)
+
+
+def _token_text(entry: object) -> str | None:
+    """A special token as `tokenizer_config.json` names it: a string, or an object with `content`."""
+    token = entry.get("content") if isinstance(entry, dict) else entry
+    return token if isinstance(token, str) else None
 
 
 def load_fast_tokenizer(directory: Path, name_or_path: str) -> FastTokenizer | None:

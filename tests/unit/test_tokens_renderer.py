@@ -33,7 +33,7 @@ def test_renders_parses_and_extends_without_touching_recorded_tokens(renderer: C
     completion = build_tokenizer().encode(TOOL_CALL_TEXT + "<|im_end|>").ids
     reply = renderer.parse(completion, prompt, TOOLS)
     assert [(call.name, json.loads(call.arguments)) for call in reply.tool_calls] == [("add", {"a": 1, "b": 2})]
-    extended = renderer.extend(prompt, completion, [{"role": "tool", "content": "3"}], TOOLS)
+    extended = renderer.extend(prompt, completion, [], [{"role": "tool", "content": "3"}], TOOLS)
     assert extended is not None
     assert extended[: len(prompt) + len(completion)] == prompt + completion
     assert "<tool_response>\n3\n</tool_response>" in renderer.decode(extended)
@@ -109,8 +109,95 @@ def test_earlier_reasoning_is_kept_unless_rerendering_was_chosen(directory: Path
     new = [{"role": "user", "content": "and 2 + 2?"}]
     keeping = load_renderer(ModelSection(path=str(directory), renderer="qwen3"))
     prompt = keeping.render([USER], None)
-    extended = keeping.extend(prompt, completion, new, None)
+    extended = keeping.extend(prompt, completion, [], new, None)
     assert extended is not None
     assert extended[: len(prompt) + len(completion)] == prompt + completion
     following = load_renderer(ModelSection(path=str(directory), renderer="qwen3", history="rerender"))
-    assert following.extend(prompt, completion, new, None) is None
+    assert following.extend(prompt, completion, [], new, None) is None
+
+
+CHATML = r"""{%- macro body(m) -%}
+{%- if m.role == 'tool' -%}<|im_start|>user
+<tool_response>
+{{ m.content }}
+</tool_response><|im_end|>
+{% else -%}
+<|im_start|>{{ m.role }}
+{{ m.content }}
+{%- for call in m.tool_calls or [] -%}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>
+{%- endfor -%}
+<|im_end|>
+{% endif -%}
+{%- endmacro -%}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' -%}
+{%- if tools -%}
+<|im_start|>system
+{{ first + '\n\n' if first }}# Tools
+
+You may call one or more functions to assist with the user query.
+
+You are provided with function signatures within <tools></tools> XML tags:
+<tools>
+{%- for tool in tools -%}
+{{ '\n' ~ (tool | tojson) }}
+{%- endfor -%}
+{{ '\n' }}</tools>
+
+For each function call, return a json object with function name and arguments within <tool_call></tool_call> XML tags:
+<tool_call>
+{"name": <function-name>, "arguments": <args-json-object>}
+</tool_call><|im_end|>
+{% elif first -%}
+<|im_start|>system
+{{ first }}<|im_end|>
+{% endif -%}
+{%- for m in messages if m.role != 'system' -%}
+{{ body(m) }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}
+<|im_start|>assistant
+{% endif -%}"""
+PLAIN = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+OPENED = "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+REWRITING = (
+    PLAIN.replace("{{ m.content }}", "{{ m.content if loop.last or m.role != 'assistant' else '...' }}") + OPENED
+)
+UNCLOSED = PLAIN.replace("<|im_end|>", "{% if m.role != 'assistant' %}<|im_end|>{% endif %}") + OPENED
+
+
+def with_template(directory: Path, template: str) -> Path:
+    (directory / "chat_template.jinja").write_text(template)
+    return directory
+
+
+def test_auto_finds_the_renderer_that_agrees_with_the_template(directory: Path) -> None:
+    assert load_renderer(ModelSection(path=str(with_template(directory, CHATML)))).name == "qwen3"
+
+
+def test_auto_trusts_no_template_that_prints_something_else(directory: Path) -> None:
+    with_template(directory, CHATML.replace("# Tools", "# Functions"))
+    with pytest.raises(ConfigurationError, match="cannot be told"):
+        load_renderer(ModelSection(path=str(directory)))
+
+
+def test_a_template_of_its_own_extends_recorded_tokens(directory: Path) -> None:
+    renderer = load_renderer(ModelSection(path=str(with_template(directory, PLAIN + OPENED)), renderer="default"))
+    prompt = renderer.render([USER], None)
+    odd = [1, 2, 3]  # not what the template would give for any text
+    end = renderer.stop_token_ids[0]
+    history = [USER, {"role": "assistant", "content": "abc"}]
+    extended = renderer.extend(prompt, [*odd, end], history, [{"role": "user", "content": "c"}], None)
+    assert extended is not None
+    assert extended[: len(prompt) + 4] == [*prompt, *odd, end]
+    assert renderer.decode(extended[len(prompt) + 4 :]) == "\n<|im_start|>user\nc<|im_end|>\n<|im_start|>assistant\n"
+
+
+@pytest.mark.parametrize("template", [REWRITING, UNCLOSED])
+def test_d4_a_template_that_rewrites_earlier_turns_is_refused(directory: Path, template: str) -> None:
+    section = ModelSection(path=str(with_template(directory, template)), renderer="default")
+    with pytest.raises(ConfigurationError, match=r'rewrites earlier turns.*history = "rerender"'):
+        load_renderer(section)
+    load_renderer(section.model_copy(update={"history": "rerender"}))

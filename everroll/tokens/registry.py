@@ -1,0 +1,34 @@
+"""Renderers of the `renderers` package, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import renderers
+from pydantic import TypeAdapter, ValidationError
+from renderers.base import MODEL_RENDERER_MAP
+
+from everroll.failures import ConfigurationError
+
+RENDERER_NAMES = tuple(sorted(set(MODEL_RENDERER_MAP.values())))
+"""Chat formats that the package knows by heart."""
+
+_CONFIG: TypeAdapter[Any] = TypeAdapter(renderers.RendererConfig)
+
+
+def build_package_renderer(tokenizer: Any, name: str, arguments: dict[str, Any]) -> Any:
+    """A renderer of the package over a tokenizer.
+
+    Raises:
+        ConfigurationError: no such renderer, an argument it does not know, or a tokenizer it does not fit.
+    """
+    try:
+        config = _CONFIG.validate_python({"name": name, **arguments})
+        return renderers.create_renderer(tokenizer, config)
+    except ValidationError as error:
+        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
+        raise ConfigurationError(f"model.renderer = {name!r} with {arguments}: {details}") from error
+    except (AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        raise ConfigurationError(
+            f"model.renderer = {name!r} does not fit the tokenizer of {tokenizer.name_or_path}: {error!r}"
+        ) from error
