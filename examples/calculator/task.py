@@ -41,19 +41,21 @@ class Problem:
 
 
 def draw_problem(rng: Random) -> Problem:
-    """Operands have two digits, and the first is the larger, so that no answer is negative."""
+    """The first operand and the answer have two digits, the second operand has one."""
     tool = rng.choice(list(PHRASES))
     phrase = rng.choice(PHRASES[tool])
-    b, a = sorted(rng.sample(range(10, 100), 2))
-    return Problem(tool=tool, a=a, b=b, text=phrase.format(a=a, b=b))
+    while True:
+        a, b = rng.randint(10, 99), rng.randint(2, 9)
+        if 10 <= OPERATIONS[tool](a, b) <= 99:
+            return Problem(tool=tool, a=a, b=b, text=phrase.format(a=a, b=b))
 
 
-def build_demonstration(problem: Problem, tool: str, a: int, b: int, reply: str | None = None) -> list[dict[str, Any]]:
-    """The conversation in which the model calls `tool` with `a` and `b`, and then replies.
+def build_demonstration(problem: Problem, tool: str, reply: str | None = None) -> list[dict[str, Any]]:
+    """The conversation in which the model calls `tool` with the problem's operands, and then replies.
 
     Without `reply`, it replies with the tool's answer.
     """
-    arguments = json.dumps({"a": a, "b": b})
+    arguments = json.dumps({"a": problem.a, "b": problem.b})
     answer = call_tool(tool, arguments)
     call = {"id": "call", "type": "function", "function": {"name": tool, "arguments": arguments}}
     return [
@@ -69,20 +71,16 @@ def format_reply(answer: object) -> str:
 
 
 def draw_demonstration(rng: Random) -> list[dict[str, Any]]:
-    """A demonstration whose call and whose reply are each right in fewer than half of the cases."""
+    """A demonstration whose call and whose reply are each right in fewer than half of the cases.
+
+    A flawed call names another tool; a flawed reply hedges with a second number, or refuses.
+    """
     problem = draw_problem(rng)
-    tool, a, b = problem.tool, problem.a, problem.b
+    tool, reply = problem.tool, None
     if rng.random() >= RIGHT_CALL_SHARE:
-        tool, a, b = rng.choice(_list_wrong_calls(problem))
-    reply = None
+        tool = rng.choice([name for name in OPERATIONS if name != problem.tool])
     if rng.random() >= RIGHT_REPLY_SHARE:
-        reply = rng.choice(("I do not know.", format_reply(a), format_reply(b)))
-    return build_demonstration(problem, tool, a, b, reply)
-
-
-def _list_wrong_calls(problem: Problem) -> list[tuple[str, int, int]]:
-    """Another tool, or a subtraction the wrong way round."""
-    calls = [(tool, problem.a, problem.b) for tool in OPERATIONS if tool != problem.tool]
-    if problem.tool == "subtract":
-        calls.append(("subtract", problem.b, problem.a))
-    return calls
+        answer = OPERATIONS[tool](problem.a, problem.b)
+        hedge = f"{format_reply(answer)[:-1]} or {problem.a}."
+        reply = rng.choice((hedge, hedge, "I do not know."))
+    return build_demonstration(problem, tool, reply)

@@ -13,7 +13,7 @@ MARKUP_TOKENS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_respo
 """Tokens of their own that, as in Qwen3, decoding does not skip."""
 _ADDED = SPECIAL_TOKENS + MARKUP_TOKENS
 _SPLIT_AT_ADDED = re.compile("|".join(re.escape(token) for token in _ADDED))
-_MAX_TOKEN_LENGTH = 32
+_MAX_TOKEN_LENGTH = 96
 
 
 def train_tokenizer(texts: Iterable[str], vocab_size: int = 0) -> PreTrainedTokenizerFast:

@@ -1,6 +1,6 @@
 """The tiny model's supervised warm-up: cross-entropy on the assistant's tokens of demonstrations.
 
-Shapes: B sequences in a batch, T tokens in the longest.
+Shapes: B sequences in a batch, T tokens in the longest, N tokens with a loss, V tokens known, D hidden size.
 """
 
 from __future__ import annotations
@@ -75,5 +75,7 @@ def _compute_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Te
         token_ids_BT[row, : len(token_ids)] = ids_T
         targets_BT[row, : len(token_ids)] = ids_T.where(torch.tensor(is_sampled), IGNORED)
     # Padding stands on the right, where causal attention keeps it from being seen.
-    logits_BTV = model(input_ids=token_ids_BT).logits
-    return torch.nn.functional.cross_entropy(logits_BTV[:, :-1].flatten(0, 1), targets_BT[:, 1:].flatten())
+    hidden_BTD = model.model(input_ids=token_ids_BT, use_cache=False).last_hidden_state
+    is_target_BT = targets_BT[:, 1:] != IGNORED
+    logits_NV = model.lm_head(hidden_BTD[:, :-1][is_target_BT])
+    return torch.nn.functional.cross_entropy(logits_NV, targets_BT[:, 1:][is_target_BT])
