@@ -98,7 +98,6 @@ def running_engine(checkpoint: Path, **settings: object) -> Iterator[RunningEngi
     )
     with open_listener(parsed) as listener:
         server = build_server(parsed, api_key=None)
-        server.install_signal_handlers = lambda: None
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
         thread.start()
         try:

@@ -9,6 +9,7 @@ import json
 from dataclasses import dataclass
 
 import aiohttp
+from aiohttp.http_exceptions import ContentEncodingError
 
 from everroll.engines.base import EngineAnswerError, EngineRejectedError, EngineUnavailableError
 
@@ -56,6 +57,7 @@ class EngineHttp:
         Raises:
             EngineUnavailableError: no answer (refused, reset, cut short, timed out).
             EngineRejectedError: the URL or its scheme can never work.
+            EngineAnswerError: the body's content encoding is broken.
         """
         url = self.url(path)
         # `sock_connect` bounds the connection itself, `total` everything else: an answer comes in one piece at the
@@ -66,8 +68,12 @@ class EngineHttp:
                 method, url, json=body, timeout=timeout, headers=self._headers, allow_redirects=False
             ) as response:
                 return response.status, await response.read()
-        except aiohttp.InvalidURL as error:
+        except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
             raise EngineRejectedError(method, url, f"this URL can never work ({error!r})") from error
+        except aiohttp.ClientPayloadError as error:
+            if isinstance(error.__cause__, ContentEncodingError):
+                raise EngineAnswerError(method, url, f"the body cannot be decoded ({error})") from error
+            raise EngineUnavailableError(method, url, _describe(error, seconds)) from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
             raise EngineUnavailableError(method, url, _describe(error, seconds)) from error
 
@@ -99,7 +105,7 @@ class EngineHttp:
         """
         try:
             value = json.loads(payload)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise EngineAnswerError(
                 method, self.url(path), f"no JSON ({error})", status=200, body=payload.decode("utf-8", "replace")
             ) from error

@@ -141,6 +141,8 @@ class _AnswerParser:
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):
             raise self._error("no meta_info")
+        if meta.get("id") != request.rid:
+            raise self._error(f"id is {meta.get('id')!r}, expected {request.rid!r}")
         finish_reason = self._parse_finish_reason(meta)
         token_ids = self._parse_token_ids(answer.get("output_ids"))
         if not 1 <= len(token_ids) <= request.max_new_tokens:

@@ -11,7 +11,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from starlette.applications import Starlette
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -172,6 +172,7 @@ def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None) -> ASG
             BadRequestError: _on_bad_request,
             EngineStoppedError: _on_unavailable,
             TimeoutError: _on_unavailable,
+            ClientDisconnect: _on_disconnect,
         },
     )
     return app if api_key is None else _RequireKey(app, api_key)
@@ -216,6 +217,11 @@ async def _on_bad_request(request: Request, error: Exception) -> Response:
 
 async def _on_unavailable(request: Request, error: Exception) -> Response:
     return _error(503, str(error) or type(error).__name__)
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    """The client left in the middle of its request; nobody reads this answer."""
+    return Response(status_code=_CLIENT_GONE)
 
 
 def _error(status: int, message: str) -> Response:

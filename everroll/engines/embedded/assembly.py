@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import signal
+import socket
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
 
 import torch
 import uvicorn
@@ -21,6 +23,7 @@ from everroll.engines.embedded.runner import ModelRunner
 from everroll.engines.embedded.scheduler import BatchLimits, Scheduler
 from everroll.engines.embedded.selfcheck import check_model
 from everroll.engines.embedded.server import EngineConfigurationError, EngineSettings
+from everroll.engines.embedded.weights import TargetTensors, WeightsRefusedError, check_names
 from everroll.engines.embedded.wire import ModelLimits, TextDecoder
 
 _LOGGER = logging.getLogger(__name__)
@@ -34,20 +37,28 @@ _TILE_TOKENS = 64
 
 
 class EngineServer(uvicorn.Server):
-    """Aborts what is in flight as soon as it is told to stop, so that stopping does not wait for long completions."""
+    """Aborts what is in flight when it is told to stop, instead of waiting for long completions; exits normally."""
 
     def __init__(self, config: uvicorn.Config, core: EngineCore) -> None:
         super().__init__(config)
         self._core = core
-        self._stopping: asyncio.Task[None] | None = None
 
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        _LOGGER.info("stopping on %s", signal.Signals(sig).name)
-        super().handle_exit(sig, frame)
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """As uvicorn's, but a signal that was obeyed is not raised once more: the process ends with exit code 0."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = {number: signal.signal(number, self.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in previous.items():
+                signal.signal(number, handler)
 
-    async def shutdown(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         await self._core.stop()
-        await super().shutdown(sockets)  # type: ignore[arg-type]
+        await super().shutdown(sockets)
 
 
 def assemble_server(settings: EngineSettings, api_key: str | None) -> EngineServer:
@@ -63,9 +74,10 @@ def assemble_server(settings: EngineSettings, api_key: str | None) -> EngineServ
     model = load_model(settings.model_path, device, _choose_dtype(settings.dtype, device))
     max_context = _choose_context(settings, model)
     limits = build_limits(settings, model, max_context)
-    kv, prefix_cache = build_caches(settings, model)
+    kv, prefix_cache = build_caches(settings, model, limits)
     runner = ModelRunner(model, kv, max_context)
     check_model(runner, limits)
+    _warn_if_updates_cannot_work(model, settings.model_path)
     core = EngineCore(runner, Scheduler(limits, prefix_cache), settings.model_path, settings.weight_version)
     model_limits = ModelLimits(model.vocab_size, max_context, model.eos_token_ids)
     handlers = EngineApp(core, model_limits, load_decoder(settings.model_path), settings.max_queued_requests)
@@ -104,11 +116,26 @@ def build_limits(settings: EngineSettings, model: CausalModel, max_context: int)
     )
 
 
-def build_caches(settings: EngineSettings, model: CausalModel) -> tuple[KvCache, PrefixCache]:
+def build_caches(settings: EngineSettings, model: CausalModel, limits: BatchLimits) -> tuple[KvCache, PrefixCache]:
     """Rows and blocks for this model's keys and values, and the book of blocks."""
     num_blocks = int(settings.prefix_cache_gib * _GIB) // (_bytes_per_token(model) * BLOCK_TOKENS)
-    kv = KvCache(model.layers, model.dtype, model.device, num_blocks, BLOCK_TOKENS)
+    kv = KvCache(
+        model.layers,
+        model.dtype,
+        model.device,
+        max_row_tokens=limits.max_kv_tokens,
+        num_blocks=num_blocks,
+        block_tokens=BLOCK_TOKENS,
+    )
     return kv, PrefixCache(num_blocks, BLOCK_TOKENS)
+
+
+def _warn_if_updates_cannot_work(model: CausalModel, path: str) -> None:
+    """Some architectures are stored under other names than their parameters have; say so now, not at step 1."""
+    try:
+        check_names(TargetTensors.of(model.module), path)
+    except WeightsRefusedError as error:
+        _LOGGER.warning("weight updates in the layout of this checkpoint will be refused: %s", error)
 
 
 def load_decoder(model_path: str) -> TextDecoder | None:

@@ -36,10 +36,19 @@ class KvCache:
     """All layers' rows and blocks."""
 
     def __init__(
-        self, layers: list[LayerShape], dtype: torch.dtype, device: torch.device, num_blocks: int, block_tokens: int
+        self,
+        layers: list[LayerShape],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
+        max_row_tokens: int,
+        num_blocks: int,
+        block_tokens: int,
     ) -> None:
+        """`max_row_tokens` bounds rows times room."""
         self._layers = layers
         self._dtype, self._device = dtype, device
+        self._max_row_tokens = max_row_tokens
         self._block_tokens = block_tokens
         self.num_rows = 0
         self.room = 0
@@ -47,15 +56,25 @@ class KvCache:
         self._block_keys, self._block_values = self._allocate(num_blocks, block_tokens)
 
     def reserve(self, num_rows: int, room: int) -> None:
-        """Make at least so many rows of so much room; what they hold is kept."""
+        """Make at least so many rows of so much room. What the first `num_rows` rows hold is kept, up to `room`.
+
+        Raises:
+            ValueError: that is more than `max_row_tokens`.
+        """
         if num_rows <= self.num_rows and room <= self.room:
             return
-        old_keys, old_values, old_rows, old_room = self._keys, self._values, self.num_rows, self.room
-        self.num_rows = _grow(self.num_rows, num_rows, _FIRST_ROWS)
-        self.room = _grow(self.room, room, _FIRST_ROOM)
-        self._keys, self._values = self._allocate(self.num_rows, self.room)
-        for new, old in zip((*self._keys, *self._values), (*old_keys, *old_values), strict=True):
-            new[:old_rows, :, :old_room] = old
+        if num_rows * room > self._max_row_tokens:
+            raise ValueError(f"{num_rows} rows of {room} tokens are more than {self._max_row_tokens}")
+        if room > self.room or num_rows * self.room > self._max_row_tokens:
+            self.room = min(_round_up(room, _FIRST_ROOM), self._max_row_tokens // num_rows)
+        self.num_rows = min(_round_up(num_rows, _FIRST_ROWS), self._max_row_tokens // self.room)
+        # One tensor after the other, so that little is held twice.
+        for tensors in (self._keys, self._values):
+            for index, old in enumerate(tensors):
+                _, num_heads, old_room, dim = old.shape
+                tensors[index] = old.new_zeros(self.num_rows, num_heads, self.room, dim)
+                kept_rows, kept_room = min(num_rows, old.shape[0]), min(self.room, old_room)
+                tensors[index][:kept_rows, :, :kept_room] = old[:kept_rows, :, :kept_room]
 
     def shrink(self) -> None:
         """Give the rows back; for when no sequence runs."""
@@ -151,11 +170,9 @@ class RowCache(Cache):  # type: ignore[misc]
         return self._kv.room
 
 
-def _grow(have: int, want: int, first: int) -> int:
-    """Doubling from `first`, so that growing costs little in sum."""
-    if want <= have:
-        return have
-    size = max(have, first)
+def _round_up(want: int, first: int) -> int:
+    """The next of `first` times a power of two, so that growing costs little in sum."""
+    size = first
     while size < want:
         size *= 2
     return size

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 from transformers.cache_utils import Cache
+from transformers.utils.logging import disable_progress_bar
 
 from everroll.engines.embedded.kv_cache import LayerShape
 
@@ -107,7 +108,11 @@ def load_model(path: str, device: torch.device, dtype: torch.dtype | None) -> Ca
     """
     if not Path(path).is_dir():
         raise UnsupportedModelError(f"{path}: no such directory")
-    module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    disable_progress_bar()
+    try:
+        module = AutoModelForCausalLM.from_pretrained(path, dtype=dtype or "auto", local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise UnsupportedModelError(f"{path}: cannot be loaded as a causal language model: {error}") from error
     return CausalModel(module, device)
 
 

@@ -7,8 +7,11 @@ the model's own thread and cannot fail half-way.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -46,28 +49,41 @@ class TargetTensors:
         return list(groups.values())
 
 
-def load_weights(target: TargetTensors, path: str) -> LoadedWeights:
-    """Read a checkpoint in Hugging Face layout (safetensors, sharded or not) and check it against the model.
+def check_names(target: TargetTensors, path: str) -> dict[str, str]:
+    """Check that a checkpoint in Hugging Face layout holds this model's tensors, by name.
+
+    Returns:
+        For each tensor to be read, its file. Of tied tensors one is enough.
 
     Raises:
-        WeightsRefusedError: no such directory, unreadable, tensors missing, unknown or of another shape, or values
-            that are not finite in the model's dtype.
+        WeightsRefusedError: no such directory, unreadable, or tensors missing or unknown.
     """
-    tensors = _read_files(_list_files(Path(path)))
-    unknown = sorted(set(tensors) - set(target.by_name))
+    file_by_name = _list_tensors(Path(path))
+    unknown = sorted(set(file_by_name) - set(target.by_name))
     if unknown:
         raise WeightsRefusedError(f"{path}: tensors unknown to this model: {_name_some(unknown)}")
-    loaded = {}
-    missing = []
-    for parameter, names in target.groups():
-        name = next((name for name in names if name in tensors), None)
-        if name is None:
-            missing.append(names[0])
-        else:
-            loaded[name] = _check_tensor(path, name, tensors[name], parameter)
+    chosen = {names[0]: next((name for name in names if name in file_by_name), None) for _, names in target.groups()}
+    missing = sorted(name for name, found in chosen.items() if found is None)
     if missing:
-        raise WeightsRefusedError(f"{path}: tensors missing: {_name_some(sorted(missing))}")
-    return LoadedWeights(path, loaded)
+        raise WeightsRefusedError(f"{path}: tensors missing: {_name_some(missing)}")
+    return {found: file_by_name[found] for found in chosen.values() if found is not None}
+
+
+def load_weights(target: TargetTensors, path: str) -> LoadedWeights:
+    """Read a checkpoint (safetensors, in one file or in shards) and check it against the model.
+
+    Raises:
+        WeightsRefusedError: see `check_names`; also another shape, or values not finite in the model's dtype.
+    """
+    names_by_file: dict[str, list[str]] = {}
+    for name, file in check_names(target, path).items():
+        names_by_file.setdefault(file, []).append(name)
+    tensors = {}
+    for file, names in names_by_file.items():
+        with _open(Path(path) / file) as opened:
+            for name in names:
+                tensors[name] = _check_tensor(path, name, opened.get_tensor(name), target.by_name[name])
+    return LoadedWeights(path, tensors)
 
 
 def apply_weights(target: TargetTensors, weights: LoadedWeights) -> None:
@@ -77,32 +93,32 @@ def apply_weights(target: TargetTensors, weights: LoadedWeights) -> None:
             target.by_name[name].copy_(tensor)
 
 
-def _list_files(directory: Path) -> list[Path]:
+def _list_tensors(directory: Path) -> dict[str, str]:
+    """Name of the file of each tensor of a checkpoint."""
     if not directory.is_dir():
         raise WeightsRefusedError(f"{directory}: no such directory")
     index = directory / _INDEX_FILE
-    try:
-        if index.exists():
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        else:
-            names = sorted(file.name for file in directory.glob("*.safetensors"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightsRefusedError(f"{index}: not a safetensors index: {error!r}") from error
-    if not names:
-        raise WeightsRefusedError(f"{directory}: holds no safetensors file")
-    return [directory / name for name in names]
-
-
-def _read_files(files: list[Path]) -> dict[str, torch.Tensor]:
-    tensors: dict[str, torch.Tensor] = {}
-    for file in files:
+    if index.exists():
         try:
-            with safe_open(str(file), framework="pt") as opened:
-                for name in opened.keys():  # noqa: SIM118 - not a mapping
-                    tensors[name] = opened.get_tensor(name)
-        except (OSError, SafetensorError) as error:
-            raise WeightsRefusedError(f"{file}: cannot be read: {error}") from error
-    return tensors
+            return dict(json.loads(index.read_text())["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise WeightsRefusedError(f"{index}: not a safetensors index: {error!r}") from error
+    file_by_name: dict[str, str] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        with _open(file) as opened:
+            file_by_name.update(dict.fromkeys(opened.keys(), file.name))
+    if not file_by_name:
+        raise WeightsRefusedError(f"{directory}: holds no safetensors file")
+    return file_by_name
+
+
+@contextmanager
+def _open(file: Path) -> Iterator[Any]:
+    try:
+        with safe_open(str(file), framework="pt") as opened:
+            yield opened
+    except (OSError, SafetensorError) as error:
+        raise WeightsRefusedError(f"{file}: cannot be read: {error}") from error
 
 
 def _check_tensor(path: str, name: str, tensor: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
