@@ -7,7 +7,6 @@ from typing import Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
@@ -23,6 +22,7 @@ from everroll.cli.progress import (
 from everroll.contracts.training import StepRecord
 
 _PLAIN_SECONDS = 10.0
+_BAR_WIDTH = 40
 
 
 class Display(Protocol):
@@ -95,12 +95,10 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold")
     table.add_column()
-    bar = ProgressBar(total=status.num_steps, completed=status.step, width=40)
     steps = progress.ordered_steps
     rewards = draw_sparkline([record.mean_reward for record in steps], *reward_scale(steps))
-    step = Table.grid(padding=(0, 1))
-    step.add_row(f"{status.step}/{status.num_steps}", bar, status.phase.value)
-    table.add_row("step", step)
+    bar = draw_bar(status.step, status.num_steps, _BAR_WIDTH).ljust(_BAR_WIDTH, "░")
+    table.add_row("step", f"{bar} {status.step}/{status.num_steps}  {status.phase.value}")
     table.add_row("mean reward", f"{format_reward(status.mean_reward)}  {rewards}")
     table.add_row(
         "groups", f"{status.groups_ready} of {status.groups_wanted}, {len(status.groups_in_flight)} in flight"

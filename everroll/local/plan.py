@@ -71,14 +71,12 @@ def wanted_ports(services: ServicesSection) -> WantedPorts:
 
 
 def choose_addresses(
-    options: StackOptions, choose_port: Callable[[int, set[int]], int], report: Callable[[str], None]
+    options: StackOptions, choose_port: Callable[[int], int], report: Callable[[str], None]
 ) -> StackAddresses:
-    """Addresses of all services; `choose_port(wanted, taken)` decides, and each other port than wanted is reported."""
-    taken: set[int] = set()
+    """Addresses of all services; `choose_port(wanted)` decides, and each other port than wanted is reported."""
 
     def choose(name: str, wanted: int) -> int:
-        port = choose_port(wanted, taken)
-        taken.add(port)
+        port = choose_port(wanted)
         if wanted and port != wanted:
             report(f"port {wanted} is taken; {name} uses {port}")
         return port

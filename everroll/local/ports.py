@@ -1,9 +1,16 @@
-"""Choose ports: the usual one where it is free, any free one otherwise."""
+"""Choose ports: the usual one where it is free, any free one otherwise.
+
+Between choosing a port and listening on it lie seconds, in which another stack could choose the same one. Stacks of
+one user therefore reserve their ports from each other, by a lock on a file for each.
+"""
 
 from __future__ import annotations
 
+import fcntl
+import os
 import socket
-from collections.abc import Collection
+import tempfile
+from pathlib import Path
 
 
 def is_free(port: int) -> bool:
@@ -18,13 +25,44 @@ def is_free(port: int) -> bool:
     return True
 
 
-def choose_port(wanted: int, taken: Collection[int] = ()) -> int:
-    """`wanted` if it is free and not in `taken`, else a free port; 0 asks for a free one."""
-    if wanted and wanted not in taken and is_free(wanted):
+def choose_port(wanted: int) -> int:
+    """`wanted` if it is free now, else a free port; 0 asks for a free one."""
+    if wanted and is_free(wanted):
         return wanted
-    while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = int(probe.getsockname()[1])
-        if port not in taken:
-            return port
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class PortReservations:
+    """The ports of one stack, reserved until `close`, or until the process ends."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or Path(tempfile.gettempdir(), f"everroll-ports-{os.getuid()}")
+        self._handles: list[int] = []
+
+    def __enter__(self) -> PortReservations:
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for handle in self._handles:
+            os.close(handle)
+        self._handles.clear()
+
+    def choose(self, wanted: int) -> int:
+        """`wanted` if it is free and no other stack's, else a free port; 0 asks for a free one."""
+        port = choose_port(wanted)
+        while not self._reserve(port):
+            port = choose_port(0)
+        return port
+
+    def _reserve(self, port: int) -> bool:
+        handle = os.open(self._directory / str(port), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            return False
+        self._handles.append(handle)
+        return True

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Literal
+from urllib.parse import urlsplit
 
 import httpx
 from temporalio.api.enums.v1 import TaskQueueType
@@ -12,6 +13,8 @@ from temporalio.api.taskqueue.v1 import TaskQueue
 from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, DescribeTaskQueueRequest
 from temporalio.client import Client
 from temporalio.service import RPCError
+
+from everroll.local.listening import listens_on
 
 _TIMEOUT_SECONDS = 3.0
 _RPC_TIMEOUT = timedelta(seconds=_TIMEOUT_SECONDS)
@@ -23,21 +26,22 @@ _QUEUE_TYPES = {
 
 @dataclass(frozen=True)
 class HttpReady:
-    """Ready when GET `url` answers 200."""
+    """Ready when GET `url` answers 200, and it is the process that answers."""
 
     url: str
 
     async def is_ready(self, pid: int) -> bool:
         try:
             async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
-                return (await client.get(self.url)).status_code == 200
+                healthy = (await client.get(self.url)).status_code == 200
         except httpx.TransportError:
             return False
+        return healthy and listens_on(pid, urlsplit(self.url).port or 80)
 
 
 @dataclass(frozen=True)
 class TemporalReady:
-    """Ready when the Temporal server knows its namespace."""
+    """Ready when the Temporal server, and it is this process, knows its namespace."""
 
     address: str
     namespace: str
@@ -49,7 +53,7 @@ class TemporalReady:
             await client.workflow_service.describe_namespace(request, timeout=_RPC_TIMEOUT)
         except (RuntimeError, RPCError):
             return False
-        return True
+        return listens_on(pid, int(self.address.rpartition(":")[2]))
 
 
 @dataclass(frozen=True)

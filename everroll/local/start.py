@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from everroll.local.plan import StackOptions, choose_addresses, plan_processes
-from everroll.local.ports import choose_port
+from everroll.local.ports import PortReservations
 from everroll.local.stack import LocalStack, run_stack
 from everroll.local.state import StackDirectory
 from everroll.local.supervisor import Report
@@ -21,8 +21,8 @@ async def hold_stack(directory: StackDirectory, options: StackOptions, report: R
         StackError: one runs here already, or a process does not come up.
     """
     directory.create()
-    with directory.lock():
-        addresses = choose_addresses(options, choose_port, report)
+    with directory.lock(), PortReservations() as ports:
+        addresses = choose_addresses(options, ports.choose, report)
         admin_key = secrets.token_urlsafe(32)
         specs = plan_processes(options, addresses, admin_key)
         async with run_stack(LocalStack(directory, addresses, admin_key, specs, report)) as stack:

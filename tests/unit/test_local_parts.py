@@ -1,0 +1,148 @@
+"""The parts of the local stack that start nothing: restart policy, plan, ports, versions, state."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+from everroll.contracts.spec import ModelSection, ServicesSection
+from everroll.local.identity import identify, is_running
+from everroll.local.plan import StackOptions, WantedPorts, choose_addresses, plan_processes, wanted_ports
+from everroll.local.ports import PortReservations
+from everroll.local.restarts import CrashRecord, RestartPolicy
+from everroll.local.root import find_root
+from everroll.local.state import StackAddresses, StackDirectory, StackError
+from everroll.local.temporal_binary import find_temporal, parse_server_version
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def test_failed_starts_back_off_and_end() -> None:
+    record = CrashRecord(RestartPolicy(first_delay_seconds=1.0, max_delay_seconds=5.0, max_failed_starts=5))
+    delays = [record.add(100.0 * attempt, was_healthy=False) for attempt in range(5)]
+    assert delays == [1.0, 2.0, 4.0, 5.0, None]
+
+
+def test_process_that_was_healthy_starts_again_at_once_however_often() -> None:
+    record = CrashRecord(RestartPolicy(first_delay_seconds=0.25, max_crashes=30, window_seconds=300.0))
+    assert {record.add(20.0 * attempt, was_healthy=True) for attempt in range(100)} == {0.25}
+
+
+def test_rapid_crashes_back_off_and_end_even_when_healthy_in_between() -> None:
+    record = CrashRecord(RestartPolicy(first_delay_seconds=0.25, max_delay_seconds=10.0, max_crashes=6))
+    delays = [record.add(float(attempt), was_healthy=True) for attempt in range(6)]
+    assert delays == [0.25, 0.5, 1.0, 2.0, 4.0, None]
+
+
+def make_options(tmp_path: Path, **values: object) -> StackOptions:
+    return StackOptions(
+        directory=tmp_path / "stack", root=tmp_path, temporal=Path("temporal"), import_path=tmp_path, **values
+    )
+
+
+def plan(options: StackOptions) -> dict[str, tuple[str, ...]]:
+    addresses = choose_addresses(options, lambda wanted: wanted, print)
+    return {spec.name: spec.argv for spec in plan_processes(options, addresses, "secret")}
+
+
+def test_whole_stack_is_planned_from_a_model(tmp_path: Path) -> None:
+    model = ModelSection(path="/models/tiny", renderer="qwen3", chat_template={"enable_thinking": False})
+    planned = plan(make_options(tmp_path, model=model))
+    workers = ["worker-workflows", "worker-rollout", "worker-trainer"]
+    assert list(planned) == ["temporal", "engine", "session-server", *workers]
+    session_server = " ".join(planned["session-server"])
+    assert "--model-path /models/tiny --model-renderer qwen3" in session_server
+    assert '--model-chat-template {"enable_thinking": false}' in session_server
+    assert session_server.endswith("--engine-urls http://127.0.0.1:8820")
+    assert all("secret" not in argument for argv in planned.values() for argument in argv)
+
+
+def test_without_a_model_and_with_engines_elsewhere(tmp_path: Path) -> None:
+    assert "engine" not in plan(make_options(tmp_path))
+    assert "session-server" not in plan(make_options(tmp_path))
+    planned = plan(make_options(tmp_path, model=ModelSection(path="m"), engine_urls=("http://gpu:30000",)))
+    assert "engine" not in planned
+    assert planned["session-server"][-1] == "http://gpu:30000"
+
+
+def test_replaced_ports_are_reported(tmp_path: Path) -> None:
+    reports: list[str] = []
+    addresses = choose_addresses(make_options(tmp_path), lambda wanted: wanted + 1, reports.append)
+    assert addresses.temporal_address == "127.0.0.1:7234"
+    assert reports == [
+        "port 7233 is taken; Temporal uses 7234",
+        "port 8233 is taken; the Temporal web UI uses 8234",
+    ]
+
+
+def test_ports_come_from_the_run_file_where_it_names_this_machine() -> None:
+    assert wanted_ports(ServicesSection()) == WantedPorts()
+    services = ServicesSection(
+        temporal_address="127.0.0.1:9000", session_url="http://localhost:9001", engine_urls=["http://gpu:9002"]
+    )
+    assert wanted_ports(services) == WantedPorts(temporal=9000, ui=10000, sessions=9001, engine=8820)
+
+
+def test_ports_are_reserved_between_stacks(tmp_path: Path) -> None:
+    with PortReservations(tmp_path) as first, PortReservations(tmp_path) as second:
+        port = first.choose(0)
+        assert second.choose(port) != port
+        with socket.create_server(("127.0.0.1", port)):
+            assert first.choose(port) != port
+    with PortReservations(tmp_path) as third:
+        assert third.choose(port) == port
+
+
+def test_server_version_is_read_off_the_program() -> None:
+    assert parse_server_version("temporal version 1.9.1 (Server 1.32.0, UI 2.54.1)") == (1, 32)
+    assert parse_server_version("temporal version 0.1") is None
+
+
+def test_old_or_foreign_temporal_on_the_path_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = tmp_path / "temporal"
+    program.write_text("#!/bin/sh\necho 'temporal version 0.9 (Server 1.20.0, UI 2.0.0)'\n")
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    assert find_temporal() != program
+    program.write_text("#!/bin/sh\necho 'temporal version 9.0 (Server 2.0.0, UI 9.0.0)'\n")
+    assert find_temporal() == program
+
+
+def test_root_is_found_from_anywhere_or_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("EVERROLL_ROOT", raising=False)
+    monkeypatch.chdir(tmp_path)
+    assert find_root() == REPOSITORY
+    monkeypatch.setenv("EVERROLL_ROOT", str(tmp_path))
+    with pytest.raises(StackError, match="holds no Everroll repository"):
+        find_root()
+
+
+def test_process_is_known_by_pid_and_start() -> None:
+    own = identify(os.getpid())
+    assert own is not None
+    assert is_running(own)
+    assert not is_running(own.model_copy(update={"started": "another time"}))
+    assert identify(2**22 + 1) is None or sys.platform != "linux"
+
+
+def test_state_file_of_another_version_is_refused(tmp_path: Path) -> None:
+    directory = StackDirectory(tmp_path)
+    assert directory.read_state() is None
+    directory.state_file.write_text('{"schema_version": 1}')
+    with pytest.raises(StackError, match="cannot be read"):
+        directory.read_state()
+
+
+def test_service_defaults_leave_out_what_the_stack_does_not_run() -> None:
+    addresses = StackAddresses(temporal_address="127.0.0.1:1", task_queue="q", store_url="/s")
+    assert addresses.service_defaults() == {
+        "temporal_address": "127.0.0.1:1",
+        "temporal_namespace": "default",
+        "task_queue": "q",
+        "store_url": "/s",
+    }
+    ServicesSection.model_validate(addresses.service_defaults())
