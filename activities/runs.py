@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable
 from pathlib import Path
 
@@ -14,15 +15,17 @@ from temporalio.exceptions import CancelledError, TerminatedError
 
 from activities.heartbeats import heartbeating
 from everroll.contracts import names
+from everroll.contracts.health import AwaitServerRequest, Survey, SurveyRequest
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import AwaitGroupRequest, DatasetRef, GroupResult
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
 from everroll.engines.sglang import SGLangEngine
-from everroll.failures import ConfigurationError
+from everroll.failures import ConfigurationError, Outcome, ServerStatusError, classify, raise_for_status
 from everroll.prompts import Dataset, load_dataset
 from everroll.sessions.client import SessionClient
 from everroll.store import open_store
+from everroll.survey import survey_groups
 
 _CHECK_SECONDS = 10.0
 
@@ -87,6 +90,37 @@ class GroupActivities:
                     return GroupResult(group=request.group, dropped=cause)
                 raise error.cause from error
         return result
+
+
+class HealthActivities:
+    """What a run asks while it does not get on."""
+
+    def __init__(self, client: Client, http: httpx.AsyncClient) -> None:
+        self._client = client
+        self._http = http
+
+    @activity.defn(name=names.AWAIT_SERVER)
+    async def await_server(self, request: AwaitServerRequest) -> None:
+        """Probe until the server answers 2xx; the workflow bounds how long."""
+        started = time.monotonic()
+        async with heartbeating(f"probing {request.server}") as progress:
+            while (trouble := await self._probe(request.server)) is not None:
+                progress.report(f"{request.server} for {time.monotonic() - started:.0f} s: {trouble}")
+                await asyncio.sleep(request.probe_seconds)
+
+    @activity.defn(name=names.SURVEY_GROUPS)
+    async def survey_groups(self, request: SurveyRequest) -> Survey:
+        return await survey_groups(self._client, request.run, request.groups)
+
+    async def _probe(self, server: str) -> str | None:
+        try:
+            response = await self._http.get(f"{server.rstrip('/')}/health")
+            raise_for_status(response)
+        except Exception as error:
+            if classify(error).outcome is Outcome.TRANSIENT or isinstance(error, ServerStatusError):
+                return f"{type(error).__name__}: {error}"
+            raise
+        return None
 
 
 def _build_reference(spec: RunSpec, dataset: Dataset) -> DatasetRef:

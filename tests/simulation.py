@@ -12,7 +12,7 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.boundary import BoundaryInterceptor
-from activities.runs import GroupActivities
+from activities.runs import GroupActivities, HealthActivities
 from everroll.contracts import names
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import (
@@ -39,6 +39,7 @@ from everroll.contracts.training import (
     TrainResult,
     Weights,
 )
+from everroll.http_client import build_http_client
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
@@ -174,6 +175,8 @@ class Simulation:
             names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
         }
         async with contextlib.AsyncExitStack() as stack:
+            health = HealthActivities(client, await stack.enter_async_context(build_http_client()))
+            light += [health.await_server, health.survey_groups]
             for queue, queue_activities in queues.items():
                 worker = Worker(
                     client,

@@ -14,7 +14,7 @@ from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
 from activities.episodes import EpisodeActivities
 from activities.publishing import PublishingActivities
-from activities.runs import GroupActivities, RunActivities
+from activities.runs import GroupActivities, HealthActivities, RunActivities
 from everroll.agents import AgentClients
 from everroll.contracts import names
 from everroll.http_client import build_http_client
@@ -40,6 +40,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
     async with build_http_client() as http, aiohttp.ClientSession() as engine_session:
         runs = RunActivities(http, engine_session, settings.admin_key)
         groups = GroupActivities(client)
+        health = HealthActivities(client, http)
         collection = CollectionActivities(http, settings.admin_key)
         publishing = PublishingActivities(engine_session)
         yield Worker(
@@ -49,6 +50,8 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
             activities=[
                 runs.prepare_run,
                 groups.await_group,
+                health.await_server,
+                health.survey_groups,
                 store_group,
                 collection.release_sessions,
                 publishing.publish_weights,

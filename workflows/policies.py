@@ -42,9 +42,18 @@ PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=10)
 TRAIN_HEARTBEAT = timedelta(seconds=30)
 PUBLISH_HEARTBEAT = timedelta(seconds=15)
 AWAIT_GROUP_HEARTBEAT = timedelta(seconds=30)
-GROUP_GRACE = timedelta(minutes=20)
-"""Beyond the group's own deadline, for storing and releasing."""
 EPISODE_GRACE = timedelta(seconds=30)
 """Beyond the episode's own deadline, which the activity enforces itself."""
 ATTEMPTS_ALLOWANCE = 10
 """How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""
+
+AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
+SURVEY_FIRST = timedelta(seconds=45)
+"""Without a settled group for so long, the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
+SURVEY_MAX = timedelta(minutes=15)
+_MAX_REFILL_BACKOFF_SECONDS = 60.0
+
+
+def refill_backoff_seconds(first: float, attempt: int) -> float:
+    """Wait before a member is sampled again after infrastructure failed."""
+    return min(first * 2.0**attempt, max(first, _MAX_REFILL_BACKOFF_SECONDS))

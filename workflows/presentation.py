@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from typing import Any
 
 from temporalio.common import (
@@ -12,6 +13,7 @@ from temporalio.common import (
 )
 
 from everroll.contracts import names
+from everroll.contracts.health import Waiting
 from everroll.contracts.training import Phase, RunStatus, StepRecord
 
 _RUN = SearchAttributeKey.for_keyword(names.SEARCH_RUN)
@@ -53,6 +55,12 @@ def render_details(status: RunStatus) -> str:
     ]
     if status.last_cause is not None:
         lines.append(f"- latest cause: {status.last_cause}")
+    if status.pause is not None:
+        ending = f"goes on by itself when {status.pause.server} answers" if status.pause.server else "waits for resume"
+        lines.insert(1, f"\n**Paused** since {_show_time(status.pause.since)}, {ending}: {status.pause.message}")
+    if status.survey is not None:
+        lines += ["", f"Nothing was settled for a while. Waiting for {status.survey.num_waiting} activities:", ""]
+        lines += [_render_waiting(waiting, status.survey.taken_at) for waiting in status.survey.waiting]
     if status.recent_steps:
         lines += [
             "",
@@ -68,6 +76,17 @@ def _render_step(record: StepRecord) -> str:
         f"| {record.step} | {record.mean_reward:.3f} | {record.num_episodes} | {record.num_sampled_tokens} "
         f"| {record.rollout_seconds:.1f} | {record.train_seconds:.1f} | {record.publish_seconds:.1f} |"
     )
+
+
+def _render_waiting(waiting: Waiting, now: float) -> str:
+    text = f"- group {waiting.group} {waiting.activity}: {waiting.stage}, for {now - waiting.since:.0f} s"
+    if waiting.attempt > 1:
+        text += f", attempt {waiting.attempt}"
+    return f"{text}; last failure: {waiting.last_failure}" if waiting.last_failure else text
+
+
+def _show_time(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def _list_groups(groups: list[int]) -> str:

@@ -26,6 +26,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from everroll.seeds import derive_seed
     from workflows import policies
+    from workflows.reporting import GroupReporter
 
 
 @workflow.defn(name=names.ROLLOUT_GROUP, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
@@ -38,6 +39,8 @@ class RolloutGroup:
         self.unusable: list[EpisodeOutcome] = []
         self.session_ids: list[str] = []
         self.num_episodes = 0
+        self.held = request.held
+        self.reporter = GroupReporter(names.run_workflow_id(request.run), request.group)
 
     @workflow.run
     async def run(self, request: GroupRequest) -> GroupResult:
@@ -45,15 +48,40 @@ class RolloutGroup:
         workflow.set_current_details(f"Group {request.group} of run {request.run}: episodes running")
         timeout = request.rollout.group_timeout_seconds
         try:
-            outcomes = await asyncio.wait_for(self._play_members(), timeout)
+            outcomes = await self._play_members_within(timeout)
         except TimeoutError:
-            text = f"the group ran past its deadline of {timeout} s"
+            text = f"the group ran past its deadline of {timeout} s, time on hold not counted"
             result = self._build_dropped([], Cause(kind=CauseKind.DEADLINE, message=text))
         else:
             result = await self._settle(outcomes)
         await self._release_sessions()
+        await self.reporter.finish()
         self._show(result)
-        return result.model_copy(update={"duration_seconds": workflow.time() - started})
+        return result.model_copy(update={"duration_seconds": workflow.time() - started, "report": self.reporter.take()})
+
+    @workflow.signal(name=names.SIGNAL_HOLD, description="Start no new episode while true")
+    def hold(self, held: bool) -> None:
+        self.held = held
+
+    async def _play_members_within(self, timeout_seconds: float) -> list[EpisodeOutcome]:
+        """Play all members; time on hold does not count.
+
+        Raises:
+            TimeoutError: the deadline has passed.
+        """
+        playing = asyncio.create_task(self._play_members())
+        remaining = timedelta(seconds=timeout_seconds)
+        try:
+            while not playing.done():
+                if self.held:
+                    await workflow.wait_condition(lambda: playing.done() or not self.held)
+                    continue
+                since = workflow.now()
+                await workflow.wait_condition(lambda: playing.done() or self.held, timeout=remaining)
+                remaining -= workflow.now() - since
+            return await playing
+        finally:
+            playing.cancel()
 
     async def _play_members(self) -> list[EpisodeOutcome]:
         """One outcome per member, ordered by member. The first terminal failure ends the group."""
@@ -69,10 +97,14 @@ class RolloutGroup:
         rollout = self.request.rollout
         num_attempts = 1 + (rollout.max_refills if rollout.on_unusable == "refill" else 0)
         for attempt in range(num_attempts):
+            await workflow.wait_condition(lambda: not self.held)
             outcome = await self._play_episode(member, attempt)
+            self.reporter.note(outcome)
             if outcome.is_trainable:
                 break
             self.unusable.append(outcome)
+            if outcome.status is SampleStatus.ABORTED and attempt + 1 < num_attempts:
+                await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, attempt))
         return outcome
 
     async def _play_episode(self, member: int, attempt: int) -> EpisodeOutcome:
@@ -208,10 +240,19 @@ class RolloutGroup:
 
 
 def merge_outcome(report: EpisodeReport, collected: CollectResult | None) -> EpisodeOutcome:
-    """Report and collection taken together: an unusable report outweighs whatever was collected."""
+    """Report and collection taken together.
+
+    Infrastructure outweighs the agent: when its session or every engine was away, neither its failure nor the reward
+    that it made of that is a verdict.
+    """
     status, cause = report.status, report.cause
-    if collected is not None and status is SampleStatus.COMPLETED:
-        status, cause = collected.status, collected.cause
+    if collected is not None:
+        if collected.cause is not None and collected.cause.server is not None:
+            status, cause = collected.status, collected.cause
+        elif collected.engine_cause is not None:
+            status, cause = SampleStatus.ABORTED, collected.engine_cause
+        elif status is SampleStatus.COMPLETED:
+            status, cause = collected.status, collected.cause
     return EpisodeOutcome(
         key=report.key,
         status=status,

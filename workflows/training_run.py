@@ -24,26 +24,20 @@ from temporalio.workflow import ChildWorkflowCancellationType, ChildWorkflowHand
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
+    from everroll.contracts.health import EpisodesReport, Pause, SteerRequest, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
     from everroll.contracts.rollout import AwaitGroupRequest, GroupRequest, GroupResult
     from everroll.contracts.training import (
-        GroupBatchItem,
         Phase,
-        PrepareRunRequest,
-        PrepareRunResult,
-        PrepareTrainerRequest,
-        PublishRequest,
-        PublishResult,
         RunState,
         RunStatus,
         TrainingRunRequest,
         TrainingRunResult,
-        TrainRequest,
-        TrainResult,
-        Weights,
     )
     from workflows import policies
+    from workflows.calls import RunCalls
     from workflows.ledger import Ledger
+    from workflows.pausing import PauseControl
     from workflows.presentation import build_search_attributes, render_details, update_search_attributes
 
 
@@ -58,18 +52,22 @@ class TrainingRun:
         self.ledger = Ledger(self.spec, self.state)
         self.phase = Phase.PREPARING
         self.stop_requested = False
-        self.fatal: BaseException | None = None
+        self.pauses = PauseControl(self.spec, self.state, self._on_pause_change)
+        self.survey: Survey | None = None
+        self.group_failure: BaseException | None = None
         self.followers: set[asyncio.Task[None]] = set()
         self.starting: set[int] = set()
         """Groups whose start the server has not confirmed."""
         self.closing = False
-        self.run_dir = f"{self.spec.run.output_dir}/{self.spec.run.name}"
+        self.num_settled = 0
+        self.calls = RunCalls(self.spec)
 
     @workflow.run
     async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
         try:
             await self._prepare()
             self._reattach_groups()
+            self.pauses.restore()
             while self.state.step < self.spec.run.num_steps and not self.stop_requested:
                 await self._take_step()
                 if workflow.info().is_continue_as_new_suggested():
@@ -88,26 +86,24 @@ class TrainingRun:
         if self.state.weights is not None:
             return
         self._enter(Phase.PREPARING)
-        self.state.dataset = (await self._prepare_run()).dataset
-        weights = await self._prepare_trainer()
-        await self._publish(weights)
+        self.state.dataset = (await self.calls.prepare_run()).dataset
+        weights = await self.calls.prepare_trainer()
+        await self.calls.publish(weights)
         self.state.weights = weights
 
     async def _take_step(self) -> None:
         self._enter(Phase.ROLLOUT)
         started = workflow.time()
         self._admit_groups()
-        await workflow.wait_condition(lambda: self.fatal is not None or self.ledger.has_batch())
-        if self.fatal is not None:
-            raise self.fatal
+        await self._wait_for_batch()
         batch = self.ledger.take_batch()
         gathered = workflow.time()
         self._enter(Phase.TRAINING)
         self._admit_groups()
-        trained = await self._train(batch)
+        trained = await self.calls.train(self.state.step + 1, batch)
         applied = workflow.time()
         self._enter(Phase.PUBLISHING)
-        await self._publish(trained.weights)
+        await self.calls.publish(trained.weights)
         self.ledger.finish_step(
             batch,
             trained,
@@ -116,8 +112,39 @@ class TrainingRun:
             publish_seconds=workflow.time() - applied,
         )
 
+    def _on_pause_change(self) -> None:
+        self._admit_groups()
+        self._enter(self.phase)
+
+    @property
+    def fatal(self) -> BaseException | None:
+        """What must end the run."""
+        return self.group_failure or self.pauses.fatal
+
+    async def _wait_for_batch(self) -> None:
+        """Wait until enough groups are ready; when nothing is settled for a while, say what is waited for."""
+        patience = policies.SURVEY_FIRST
+        num_settled = self.num_settled
+        while True:
+            try:
+                await workflow.wait_condition(self._can_go_on, timeout=patience)
+                break
+            except TimeoutError:
+                idle = self.num_settled == num_settled
+                num_settled = self.num_settled
+                patience = min(patience * 2, policies.SURVEY_MAX) if idle else policies.SURVEY_FIRST
+                if idle:
+                    self.survey = await self.calls.take_survey(sorted(self.state.in_flight))
+                    self._show()
+        if self.fatal is not None:
+            raise self.fatal
+        self.survey = None
+
+    def _can_go_on(self) -> bool:
+        return self.fatal is not None or self.ledger.has_batch()
+
     def _admit_groups(self) -> None:
-        if self.fatal is not None or self.stop_requested or self.closing:
+        if self.fatal is not None or self.stop_requested or self.closing or self.pauses.paused:
             return
         while self.ledger.can_admit():
             group = self.ledger.admit()
@@ -138,11 +165,13 @@ class TrainingRun:
         try:
             child = await self._start_group(group)
             self.starting.discard(group)
+            if self.pauses.paused:
+                self.pauses.hold_group(group, True)
             self._settle(await child)
         except ChildWorkflowError as error:
             self._settle_failure(group, error)
         except Exception as error:
-            self.fatal = self.fatal or error
+            self.group_failure = self.group_failure or error
 
     async def _start_group(self, group: int) -> ChildWorkflowHandle[object, GroupResult]:
         return await workflow.start_child_workflow(
@@ -155,7 +184,6 @@ class TrainingRun:
             parent_close_policy=ParentClosePolicy.ABANDON,
             # The server drops a cancellation whose sender has closed, so the run waits until it is delivered.
             cancellation_type=ChildWorkflowCancellationType.WAIT_CANCELLATION_REQUESTED,
-            execution_timeout=self._group_execution_timeout(),
             search_attributes=build_search_attributes(self.spec.run.name, self.state.step),
             static_summary=f"group {group}, weights {self.ledger.weight_version}",
         )
@@ -167,20 +195,24 @@ class TrainingRun:
                 AwaitGroupRequest(workflow_id=names.group_workflow_id(self.spec.run.name, group), group=group),
                 result_type=GroupResult,
                 task_queue=self.spec.services.task_queue,
-                start_to_close_timeout=self._group_execution_timeout(),
+                start_to_close_timeout=self._group_limit(),
                 heartbeat_timeout=policies.AWAIT_GROUP_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary=f"re-attached to group {group}",
             )
             self._settle(result)
         except Exception as error:
-            self.fatal = self.fatal or error
+            self.group_failure = self.group_failure or error
 
     def _settle(self, result: GroupResult) -> None:
         self.ledger.settle(result)
+        self.num_settled += 1
+        self.survey = None
+        if result.report is not None:
+            self.pauses.take(result.report)
         empty_limit = self.spec.rollout.max_empty_rounds * self.spec.rollout.groups_per_step
         if self.state.consecutive_dropped >= empty_limit:
-            self.fatal = ApplicationError(
+            self.group_failure = ApplicationError(
                 f"the last {self.state.consecutive_dropped} groups were all dropped "
                 f"(by cause: {self.state.dropped_groups}); the latest: {result.dropped}",
                 type=ErrorType.NO_PROGRESS.value,
@@ -197,11 +229,12 @@ class TrainingRun:
             cause = Cause(kind=CauseKind.SKIPPED, error=type(error.cause).__name__, message=f"group {group} was ended")
             self._settle(GroupResult(group=group, dropped=cause))
         else:
-            self.fatal = self.fatal or error
+            self.group_failure = self.group_failure or error
 
     async def _cancel_groups(self) -> None:
         """The run is over: no group goes on without it."""
         self.closing = True
+        await self.pauses.close()
         for task in self.followers:
             task.cancel()
         await asyncio.gather(*self.followers, return_exceptions=True)
@@ -213,84 +246,6 @@ class TrainingRun:
         self.followers.clear()
         self.state.generation += 1
         workflow.continue_as_new(TrainingRunRequest(spec=self.spec, state=self.state))
-
-    # Activities
-
-    async def _prepare_run(self) -> PrepareRunResult:
-        result: PrepareRunResult = await workflow.execute_activity(
-            names.PREPARE_RUN,
-            PrepareRunRequest(spec=self.spec),
-            result_type=PrepareRunResult,
-            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
-            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
-            retry_policy=policies.RETRY,
-            summary="check services, read the data set",
-        )
-        return result
-
-    async def _prepare_trainer(self) -> Weights:
-        weights: Weights = await workflow.execute_activity(
-            names.PREPARE_TRAINER,
-            PrepareTrainerRequest(
-                run=self.spec.run.name,
-                run_dir=self.run_dir,
-                seed=self.spec.run.seed,
-                model=self.spec.model,
-                train=self.spec.train,
-            ),
-            result_type=Weights,
-            task_queue=names.train_queue(self.spec.services.task_queue),
-            start_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
-            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
-            retry_policy=policies.RETRY,
-            summary="load the model",
-        )
-        return weights
-
-    async def _train(self, batch: list[GroupResult]) -> TrainResult:
-        deadline = timedelta(seconds=self.spec.train.step_timeout_seconds)
-        step = self.state.step + 1
-        trained: TrainResult = await workflow.execute_activity(
-            names.TRAIN_STEP,
-            TrainRequest(
-                run=self.spec.run.name,
-                run_dir=self.run_dir,
-                step=step,
-                seed=self.spec.run.seed,
-                store_url=self.spec.services.store_url,
-                batch=[
-                    GroupBatchItem(group=result.group, manifest=result.manifest)
-                    for result in batch
-                    if result.manifest is not None
-                ],
-                model=self.spec.model,
-                train=self.spec.train,
-            ),
-            result_type=TrainResult,
-            task_queue=names.train_queue(self.spec.services.task_queue),
-            start_to_close_timeout=deadline,
-            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
-            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
-            retry_policy=policies.RETRY,
-            summary=f"step {step}: {len(batch)} groups",
-        )
-        return trained
-
-    async def _publish(self, weights: Weights) -> None:
-        services = self.spec.services
-        deadline = timedelta(seconds=services.publish_timeout_seconds)
-        await workflow.execute_activity(
-            names.PUBLISH_WEIGHTS,
-            PublishRequest(
-                weights=weights, engine_urls=services.engine_urls, timeout_seconds=services.publish_timeout_seconds
-            ),
-            result_type=PublishResult,
-            start_to_close_timeout=deadline,
-            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
-            heartbeat_timeout=policies.PUBLISH_HEARTBEAT,
-            retry_policy=policies.RETRY,
-            summary=f"version {weights.version} to {len(services.engine_urls)} engines",
-        )
 
     def _build_group_request(self, group: int) -> GroupRequest:
         if self.state.dataset is None:
@@ -305,10 +260,13 @@ class TrainingRun:
             session_url=self.spec.services.session_url,
             store_url=self.spec.services.store_url,
             task_queue=self.spec.services.task_queue,
+            held=self.pauses.paused,
         )
 
-    def _group_execution_timeout(self) -> timedelta:
-        return timedelta(seconds=self.spec.rollout.group_timeout_seconds) + policies.GROUP_GRACE
+    def _group_limit(self) -> timedelta:
+        """Longest life of a group: its deadline, and the longest time on hold."""
+        rollout = self.spec.rollout
+        return timedelta(seconds=rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds)
 
     # What people see and say
 
@@ -317,7 +275,7 @@ class TrainingRun:
         state = self.state
         return RunStatus(
             run=self.spec.run.name,
-            phase=self.phase,
+            phase=Phase.PAUSED if self.pauses.paused and self.phase is Phase.ROLLOUT else self.phase,
             step=state.step,
             num_steps=self.spec.run.num_steps,
             weight_version=self.ledger.weight_version,
@@ -335,7 +293,34 @@ class TrainingRun:
             recent_steps=state.recent_steps,
             generation=state.generation,
             stop_requested=self.stop_requested,
+            pause=state.pause,
+            survey=self.survey,
         )
+
+    @workflow.signal(name=names.SIGNAL_REPORT, description="A group reports aborted episodes")
+    def report_episodes(self, report: EpisodesReport) -> None:
+        self.pauses.take(report)
+        self._show()
+
+    @workflow.update(name=names.UPDATE_PAUSE, description="Start no new group and no new episode")
+    def pause(self, request: SteerRequest) -> None:
+        reason = f"paused by request{f': {request.reason}' if request.reason else ''}"
+        self.pauses.begin(Pause(message=reason, since=workflow.time(), requested=True))
+        self._show()
+
+    @pause.validator
+    def _validate_pause(self, request: SteerRequest) -> None:
+        if self.state.pause is not None:
+            raise ValueError(f"the run is paused already: {self.state.pause.message}")
+
+    @workflow.update(name=names.UPDATE_RESUME, description="Go on")
+    def resume(self, request: SteerRequest) -> None:
+        self.pauses.end()
+
+    @resume.validator
+    def _validate_resume(self, request: SteerRequest) -> None:
+        if self.state.pause is None:
+            raise ValueError("the run is not paused")
 
     @workflow.signal(name=names.SIGNAL_STOP, description="Stop after the step the run is in")
     def stop(self) -> None:

@@ -19,6 +19,8 @@ STORE_GROUP = "store_group"
 RELEASE_SESSIONS = "release_sessions"
 AWAIT_GROUP = "await_group"
 PUBLISH_WEIGHTS = "publish_weights"
+AWAIT_SERVER = "await_server"
+SURVEY_GROUPS = "survey_groups"
 
 # Activities on the queue `everroll-rollout`
 RUN_EPISODE = "run_episode"
@@ -31,6 +33,12 @@ TRAIN_STEP = "train_step"
 # Queries, signals and updates of TrainingRun
 QUERY_STATUS = "status"
 SIGNAL_STOP = "stop"
+SIGNAL_REPORT = "report_episodes"
+UPDATE_PAUSE = "pause"
+UPDATE_RESUME = "resume"
+
+# Signal of RolloutGroup
+SIGNAL_HOLD = "hold"
 
 # Search attributes, registered by `everroll up`
 SEARCH_RUN = "EverrollRun"

@@ -88,6 +88,8 @@ class ErrorType(StrEnum):
     """An engine refused new weights."""
     STORE = "StoreError"
     """The blob store cannot be written, or a blob is missing or corrupt."""
+    ABORT_BUDGET = "AbortBudgetExceeded"
+    """More episodes were aborted than the budget allows, and the policy is to fail."""
     NO_PROGRESS = "NoProgressError"
     """Bounded effort gave no trainable batch."""
     PAYLOAD_TOO_LARGE = "PayloadsTooLarge"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from everroll.contracts.base import Payload
+from everroll.contracts.health import EpisodesReport
 from everroll.contracts.names import session_id
 from everroll.contracts.outcomes import Cause, SampleStatus
 from everroll.contracts.spec import AgentSpec, RolloutSection, SamplingSpec
@@ -102,6 +103,8 @@ class CollectResult(Payload):
     samples: SamplesRef | None = None
     """None exactly when ABORTED."""
     cause: Cause | None = None
+    engine_cause: Cause | None = None
+    """Set when the session's last model call failed because no engine answered: then the agent is not to blame."""
 
 
 class EpisodeOutcome(Payload):
@@ -134,6 +137,8 @@ class GroupRequest(Payload):
     session_url: str
     store_url: str
     task_queue: str
+    held: bool = False
+    """Start on hold: the run is paused."""
 
 
 class StoreGroupRequest(Payload):
@@ -180,6 +185,8 @@ class GroupResult(Payload):
     agent_metrics: dict[str, float] = Field(default_factory=dict)
     """Means over members of what the agents reported."""
     duration_seconds: float = 0.0
+    report: EpisodesReport | None = None
+    """How its episodes ended, as far as it was not reported before."""
 
     @property
     def is_trainable(self) -> bool:

@@ -98,6 +98,23 @@ class AgentSpec(Spec):
         return self
 
 
+class AbortBudgetSpec(Spec):
+    """[rollout.abort_budget]: how much infrastructure failure the run takes before it stops playing."""
+
+    window: Annotated[int, Field(ge=1, le=10_000)] = 200
+    """The last so many episodes are looked at, over all groups and steps."""
+    max_share: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Most of the window that may be aborted: 200 and 0.5 stand for 100 aborts among the last 200 episodes."""
+    dead_seconds: Seconds = 60.0
+    """Aborts that name one server, over so long and without one success in between, exceed the budget too."""
+    on_exceeded: Literal["pause", "fail"] = "pause"
+    """`pause`: start nothing new, go on when the server answers again, or on `everroll resume`. `fail`: fail at once."""
+    probe_seconds: Seconds = 2.0
+    """Time between two probes of the server while paused."""
+    max_pause_seconds: Seconds = 7 * 24 * 3600.0
+    """A pause that nobody ends fails the run after so long."""
+
+
 class RolloutSection(Spec):
     """[rollout]: how episodes are played and collected."""
 
@@ -117,6 +134,9 @@ class RolloutSection(Spec):
     """Most new attempts per member under `refill`; after that the group is dropped."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal: they carry no gradient."""
+    abort_budget: AbortBudgetSpec = Field(default_factory=AbortBudgetSpec)
+    refill_backoff_seconds: Seconds = 1.0
+    """Wait before a member is sampled again after an infrastructure failure; doubles with each attempt."""
     max_empty_rounds: PositiveInt = 3
     """Fail after this many times a batch's worth of consecutive groups without a single trainable one."""
     episode_timeout_seconds: Seconds = 600.0

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
+from everroll.contracts.health import BudgetState, Pause, Survey
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
 from everroll.contracts.spec import ModelSection, RunSpec, TrainSection
@@ -95,6 +96,7 @@ class Phase(StrEnum):
     ROLLOUT = "rollout"
     TRAINING = "training"
     PUBLISHING = "publishing"
+    PAUSED = "paused"
     COMPLETED = "completed"
     STOPPED = "stopped"
     FAILED = "failed"
@@ -152,6 +154,8 @@ class RunState(Payload):
     """Counts since the last finished step."""
     generation: int = 0
     """Times continued as new."""
+    budget: BudgetState = Field(default_factory=BudgetState)
+    pause: Pause | None = None
 
 
 class TrainingRunRequest(Payload):
@@ -197,3 +201,6 @@ class RunStatus(Payload):
     recent_steps: list[StepRecord]
     generation: int = 0
     stop_requested: bool = False
+    pause: Pause | None = None
+    survey: Survey | None = None
+    """What the run waits for; taken when nothing was settled for a while."""

@@ -1,0 +1,106 @@
+"""Aborts and pauses: what groups report to their run, what the run keeps of it, and what it says."""
+
+from __future__ import annotations
+
+from pydantic import ConfigDict, Field
+
+from everroll.contracts.base import Payload
+from everroll.contracts.outcomes import Cause
+
+
+class AbortSummary(Payload):
+    """Aborts of one group with the same server and cause since its last report. Times are Unix seconds."""
+
+    cause: Cause
+    """The latest."""
+    count: int
+    first_at: float
+    last_at: float
+
+
+class EpisodesReport(Payload):
+    """Signal of a group to its run: how its episodes ended since its last report."""
+
+    group: int
+    num_collected: int
+    """Episodes that were collected."""
+    aborts: list[AbortSummary] = Field(default_factory=list)
+
+
+class ServerTrouble(Payload):
+    """Aborts that name one server, since its last success. Times are Unix seconds."""
+
+    model_config = ConfigDict(frozen=False)
+
+    server: str | None
+    """None for aborts that no server is to blame for (no model call recorded)."""
+    cause: Cause
+    """The latest."""
+    count: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+
+
+class BudgetState(Payload):
+    """What the abort budget remembers; carried through continue-as-new."""
+
+    model_config = ConfigDict(frozen=False)
+
+    window: str = ""
+    """The last episodes, oldest first: `a` for aborted, `c` for collected."""
+    troubles: list[ServerTrouble] = Field(default_factory=list)
+
+
+class Pause(Payload):
+    """Why the run starts nothing new. Times are Unix seconds."""
+
+    message: str
+    since: float
+    server: str | None = None
+    """The run goes on by itself when this server answers again."""
+    requested: bool = False
+    """True if a person asked for it."""
+
+
+class SteerRequest(Payload):
+    """Input of the updates `pause` and `resume`."""
+
+    reason: str = ""
+
+
+class AwaitServerRequest(Payload):
+    """Input of `await_server`: return when this server answers again."""
+
+    server: str
+    probe_seconds: float
+
+
+class SurveyRequest(Payload):
+    """Input of `survey_groups`."""
+
+    run: str
+    groups: list[int]
+
+
+class Waiting(Payload):
+    """One activity that has not finished, by name."""
+
+    group: int
+    activity: str
+    """Its id, such as `episode-3-0`."""
+    stage: str
+    """What its last heartbeat said, or why it does not run."""
+    attempt: int
+    since: float
+    """When it was scheduled, in Unix seconds."""
+    last_heartbeat: float | None = None
+    last_failure: str = ""
+
+
+class Survey(Payload):
+    """What a run waits for, the longest first."""
+
+    taken_at: float
+    waiting: list[Waiting] = Field(default_factory=list)
+    num_waiting: int = 0
+    """All of them; `waiting` is cut short."""

@@ -1,0 +1,126 @@
+"""The activities that a run calls, with their deadlines."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+from temporalio import workflow
+from temporalio.exceptions import ActivityError
+
+with workflow.unsafe.imports_passed_through():
+    from everroll.contracts import names
+    from everroll.contracts.health import Survey, SurveyRequest
+    from everroll.contracts.rollout import GroupResult
+    from everroll.contracts.spec import RunSpec
+    from everroll.contracts.training import (
+        GroupBatchItem,
+        PrepareRunRequest,
+        PrepareRunResult,
+        PrepareTrainerRequest,
+        PublishRequest,
+        PublishResult,
+        TrainRequest,
+        TrainResult,
+        Weights,
+    )
+    from workflows import policies
+
+
+class RunCalls:
+    """Activities of one run."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._run_dir = f"{spec.run.output_dir}/{spec.run.name}"
+
+    async def prepare_run(self) -> PrepareRunResult:
+        result: PrepareRunResult = await workflow.execute_activity(
+            names.PREPARE_RUN,
+            PrepareRunRequest(spec=self._spec),
+            result_type=PrepareRunResult,
+            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary="check services, read the data set",
+        )
+        return result
+
+    async def prepare_trainer(self) -> Weights:
+        weights: Weights = await workflow.execute_activity(
+            names.PREPARE_TRAINER,
+            PrepareTrainerRequest(
+                run=self._spec.run.name,
+                run_dir=self._run_dir,
+                seed=self._spec.run.seed,
+                model=self._spec.model,
+                train=self._spec.train,
+            ),
+            result_type=Weights,
+            task_queue=names.train_queue(self._spec.services.task_queue),
+            start_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary="load the model",
+        )
+        return weights
+
+    async def train(self, step: int, batch: list[GroupResult]) -> TrainResult:
+        deadline = timedelta(seconds=self._spec.train.step_timeout_seconds)
+        trained: TrainResult = await workflow.execute_activity(
+            names.TRAIN_STEP,
+            TrainRequest(
+                run=self._spec.run.name,
+                run_dir=self._run_dir,
+                step=step,
+                seed=self._spec.run.seed,
+                store_url=self._spec.services.store_url,
+                batch=[
+                    GroupBatchItem(group=result.group, manifest=result.manifest)
+                    for result in batch
+                    if result.manifest is not None
+                ],
+                model=self._spec.model,
+                train=self._spec.train,
+            ),
+            result_type=TrainResult,
+            task_queue=names.train_queue(self._spec.services.task_queue),
+            start_to_close_timeout=deadline,
+            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
+            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"step {step}: {len(batch)} groups",
+        )
+        return trained
+
+    async def publish(self, weights: Weights) -> None:
+        services = self._spec.services
+        deadline = timedelta(seconds=services.publish_timeout_seconds)
+        await workflow.execute_activity(
+            names.PUBLISH_WEIGHTS,
+            PublishRequest(
+                weights=weights, engine_urls=services.engine_urls, timeout_seconds=services.publish_timeout_seconds
+            ),
+            result_type=PublishResult,
+            start_to_close_timeout=deadline,
+            schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
+            heartbeat_timeout=policies.PUBLISH_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"version {weights.version} to {len(services.engine_urls)} engines",
+        )
+
+    async def take_survey(self, groups: list[int]) -> Survey | None:
+        """Ask Temporal what the groups in flight wait for, by name. Best effort."""
+        try:
+            survey: Survey = await workflow.execute_activity(
+                names.SURVEY_GROUPS,
+                SurveyRequest(run=self._spec.run.name, groups=groups),
+                result_type=Survey,
+                start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
+                schedule_to_close_timeout=policies.LIGHT_START_TO_CLOSE * 2,
+                retry_policy=policies.RETRY,
+                summary="nothing was settled for a while",
+            )
+        except ActivityError as error:
+            workflow.logger.warning("no survey could be taken: %s", error.cause)
+            return None
+        return survey
