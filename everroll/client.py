@@ -24,6 +24,7 @@ from temporalio.exceptions import ApplicationError, FailureError, WorkflowAlread
 from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.contracts import names
+from everroll.contracts.health import SteerRequest
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
 from everroll.temporal import build_plugin
@@ -41,6 +42,7 @@ _INDEXED_TYPES = {
     names.SEARCH_REWARD: IndexedValueType.INDEXED_VALUE_TYPE_DOUBLE,
 }
 _RPC_TIMEOUT = timedelta(seconds=10)
+_STEER_TIMEOUT = timedelta(seconds=30)
 _STATES = {
     WorkflowExecutionStatus.RUNNING: "running",
     WorkflowExecutionStatus.COMPLETED: "completed",
@@ -54,6 +56,10 @@ _STATES = {
 
 class RunNotFoundError(LookupError):
     """There is no run of that name."""
+
+
+class SteeringError(RuntimeError):
+    """The run refused what was asked of it; the text says why."""
 
 
 class RunExistsError(RuntimeError):
@@ -186,6 +192,32 @@ class EverrollClient:
         """
         try:
             await self._handle(run).signal(names.SIGNAL_STOP, rpc_timeout=_RPC_TIMEOUT)
+        except RPCError as error:
+            raise _translate(error, run) from error
+
+    async def pause(self, run: str, reason: str = "") -> None:
+        """Start no new group and no new episode until `resume`.
+
+        Raises:
+            RunNotFoundError: no such run, or it has ended.
+            SteeringError: it is paused already.
+        """
+        await self._steer(run, names.UPDATE_PAUSE, reason)
+
+    async def resume(self, run: str, reason: str = "") -> None:
+        """Go on after a pause, whoever began it.
+
+        Raises:
+            RunNotFoundError: no such run, or it has ended.
+            SteeringError: it is not paused.
+        """
+        await self._steer(run, names.UPDATE_RESUME, reason)
+
+    async def _steer(self, run: str, update: str, reason: str) -> None:
+        try:
+            await self._handle(run).execute_update(update, SteerRequest(reason=reason), rpc_timeout=_STEER_TIMEOUT)
+        except temporalio.client.WorkflowUpdateFailedError as error:
+            raise SteeringError(f"run {run}: {describe_failure(error.cause)}") from error
         except RPCError as error:
             raise _translate(error, run) from error
 

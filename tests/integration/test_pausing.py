@@ -1,0 +1,127 @@
+"""The abort budget and pauses on a real Temporal server; the server that dies is a real socket."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from everroll.client import EverrollClient, RunFailedError, SteeringError
+from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
+from everroll.contracts.rollout import CollectResult, EpisodeKey
+from everroll.contracts.training import Phase
+from everroll.local.ports import choose_port
+from tests.integration.test_orchestration import wait_for_status
+from tests.simulation import Simulation, build_spec
+
+
+class Flaky:
+    """A server that can be taken down, and episodes that fail while it is."""
+
+    def __init__(self, simulation: Simulation) -> None:
+        self.port = choose_port(0)
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.down = False
+        self._simulation = simulation
+        self._server: asyncio.Server | None = None
+
+    def collect(self, key: EpisodeKey) -> CollectResult:
+        if not self.down:
+            return self._simulation.build_collected(key)
+        cause = Cause(kind=CauseKind.TRANSPORT, error="ConnectError", message="refused", server=self.url)
+        return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause)
+
+    async def come_back(self) -> None:
+        self.down = False
+        self._server = await asyncio.start_server(self._answer, "127.0.0.1", self.port)
+
+    async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\nconnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            await self._server.wait_closed()
+
+
+@contextlib.asynccontextmanager
+async def flaky_simulation() -> AsyncIterator[tuple[Simulation, Flaky]]:
+    simulation = Simulation()
+    flaky = Flaky(simulation)
+    simulation.collect = flaky.collect
+    yield simulation, flaky
+    await flaky.close()
+
+
+BUDGET = {"window": 8, "max_share": 0.5, "probe_seconds": 0.1}
+ROLLOUT = {"abort_budget": BUDGET, "refill_backoff_seconds": 0.1, "max_refills": 50}
+
+
+async def test_a_dead_server_pauses_the_run_until_it_answers(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """A4: bounded aborts, a message that says what and since when; then on by itself, nothing lost or doubled."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        await client.start(build_spec(run_name, task_queue, rollout=ROLLOUT))
+        view = await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+        )
+        assert view.status is not None
+        assert view.status.pause is not None
+        assert view.status.pause.server == flaky.url
+        for part in (flaky.url, "ConnectError", "first at", "last at", "is named by"):
+            assert part in view.status.pause.message
+        # On hold: what is under way ends, nothing new starts.
+        await asyncio.sleep(1.5)
+        num_episodes = len(simulation.episodes)
+        await asyncio.sleep(1.0)
+        assert len(simulation.episodes) == num_episodes
+        assert simulation.trained == []
+        await flaky.come_back()
+        result = await client.result(run_name)
+    assert result.steps == 2
+    assert result.dropped_groups == {}
+    assert [[item.group for item in request.batch] for request in simulation.trained] == [[0, 1], [2, 3]]
+    assert result.unusable_episodes["transport"] >= 5
+
+
+async def test_by_policy_the_run_fails_at_once(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        rollout = {**ROLLOUT, "abort_budget": {**BUDGET, "on_exceeded": "fail"}}
+        await client.start(build_spec(run_name, task_queue, rollout=rollout))
+        with pytest.raises(RunFailedError, match=f"(?s)AbortBudgetExceeded: abort budget exceeded.*{flaky.url}"):
+            await client.result(run_name)
+
+
+async def test_a_person_pauses_and_resumes(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    simulation = Simulation(train_gate=asyncio.Event())
+    assert simulation.train_gate is not None
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.TRAINING
+        )
+        await client.pause(run_name, "looking at the rewards")
+        with pytest.raises(SteeringError, match="paused already: paused by request: looking"):
+            await client.pause(run_name)
+        simulation.train_gate.set()
+        view = await wait_for_status(
+            client,
+            run_name,
+            lambda view: view.status is not None and view.status.step == 1 and view.status.phase is Phase.PAUSED,
+        )
+        assert view.status is not None
+        assert view.status.pause is not None
+        assert "looking at the rewards" in view.status.pause.message
+        assert view.status.groups_in_flight == []
+        assert len(simulation.episodes) == 4
+        await client.resume(run_name)
+        result = await client.result(run_name)
+    assert result.steps == 2
