@@ -1,0 +1,163 @@
+"""The failure boundary's table, over every exception class of httpx and what else can come up."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+
+import httpx
+import pytest
+from temporalio.exceptions import ApplicationError
+
+from everroll.contracts.outcomes import BadAnswerError, CauseKind, ErrorType, TrainingError
+from everroll.engines.base import EngineRejectedError, EngineUnavailableError, WeightUpdateError
+from everroll.failures import (
+    ConfigurationError,
+    Outcome,
+    ServerStatusError,
+    build_cause,
+    classify,
+    raise_for_status,
+    to_application_error,
+)
+from everroll.store import StoreError
+from everroll.tokens.samples import MalformedSamplesError
+
+TRANSPORT, TIMEOUT = CauseKind.TRANSPORT, CauseKind.TIMEOUT
+
+TRANSIENT = {
+    httpx.ConnectError: TRANSPORT,
+    httpx.ReadError: TRANSPORT,
+    httpx.WriteError: TRANSPORT,
+    httpx.CloseError: TRANSPORT,
+    httpx.NetworkError: TRANSPORT,
+    httpx.ProxyError: TRANSPORT,
+    httpx.RemoteProtocolError: TRANSPORT,
+    httpx.ProtocolError: TRANSPORT,
+    httpx.TransportError: TRANSPORT,
+    httpx.ConnectTimeout: TIMEOUT,
+    httpx.ReadTimeout: TIMEOUT,
+    httpx.WriteTimeout: TIMEOUT,
+    httpx.PoolTimeout: TIMEOUT,
+    httpx.TimeoutException: TIMEOUT,
+}
+TERMINAL = {
+    httpx.UnsupportedProtocol: ErrorType.CONFIGURATION,
+    httpx.LocalProtocolError: ErrorType.CONFIGURATION,
+    httpx.InvalidURL: ErrorType.CONFIGURATION,
+    httpx.DecodingError: ErrorType.BAD_ANSWER,
+    httpx.TooManyRedirects: ErrorType.PROGRAMMING,
+    httpx.RequestError: ErrorType.PROGRAMMING,
+    httpx.HTTPError: ErrorType.PROGRAMMING,
+    httpx.HTTPStatusError: ErrorType.PROGRAMMING,
+    httpx.CookieConflict: ErrorType.PROGRAMMING,
+    httpx.StreamError: ErrorType.PROGRAMMING,
+    httpx.StreamConsumed: ErrorType.PROGRAMMING,
+    httpx.StreamClosed: ErrorType.PROGRAMMING,
+    httpx.ResponseNotRead: ErrorType.PROGRAMMING,
+    httpx.RequestNotRead: ErrorType.PROGRAMMING,
+}
+
+
+def make(kind: type[Exception]) -> Exception:
+    if issubclass(kind, httpx.HTTPStatusError):
+        request = httpx.Request("GET", "http://x")
+        return kind("text", request=request, response=httpx.Response(500, request=request))
+    if issubclass(kind, (httpx.StreamConsumed, httpx.StreamClosed, httpx.ResponseNotRead, httpx.RequestNotRead)):
+        return kind()  # type: ignore[call-arg]
+    return kind("text")
+
+
+def test_the_table_speaks_of_every_exception_of_httpx() -> None:
+    known = {
+        value
+        for value in vars(httpx).values()
+        if inspect.isclass(value) and issubclass(value, Exception) and value.__module__ == "httpx"
+    }
+    assert known == set(TRANSIENT) | set(TERMINAL)
+
+
+@pytest.mark.parametrize(("kind", "cause"), TRANSIENT.items())
+def test_transient(kind: type[Exception], cause: CauseKind) -> None:
+    error = make(kind)
+    assert classify(error).outcome is Outcome.TRANSIENT
+    built = build_cause(error, "http://server")
+    assert (built.kind, built.error, built.server) == (cause, kind.__name__, "http://server")
+    with pytest.raises(ValueError, match="not a terminal error"):
+        to_application_error(error)
+
+
+@pytest.mark.parametrize(("kind", "error_type"), TERMINAL.items())
+def test_terminal(kind: type[Exception], error_type: ErrorType) -> None:
+    error = make(kind)
+    assert classify(error).outcome is Outcome.TERMINAL
+    mapped = to_application_error(error)
+    assert mapped.type == error_type.value
+    assert mapped.non_retryable
+    with pytest.raises(ValueError, match="not a transient error"):
+        build_cause(error, None)
+
+
+@pytest.mark.parametrize(
+    ("error", "error_type"),
+    [
+        (KeyError("k"), ErrorType.PROGRAMMING),
+        (ValueError("v"), ErrorType.PROGRAMMING),
+        (RuntimeError("r"), ErrorType.PROGRAMMING),
+        (OSError("disk"), ErrorType.PROGRAMMING),
+        (ServerStatusError("GET", "http://x", 500, "b"), ErrorType.SERVER),
+        (ConfigurationError("c"), ErrorType.CONFIGURATION),
+        (BadAnswerError("b"), ErrorType.BAD_ANSWER),
+        (MalformedSamplesError("m"), ErrorType.BAD_ANSWER),
+        (TrainingError("t"), ErrorType.TRAINING),
+        (StoreError("s"), ErrorType.STORE),
+        (WeightUpdateError("POST", "http://x", "refused"), ErrorType.PUBLISH),
+        (EngineRejectedError("POST", "http://x", "too long"), ErrorType.PUBLISH),
+    ],
+)
+def test_other_terminal_errors(error: Exception, error_type: ErrorType) -> None:
+    mapped = to_application_error(error)
+    assert mapped.type == error_type.value
+    assert mapped.non_retryable
+
+
+def test_subclasses_follow_their_parents() -> None:
+    """Temporal matches exact names; the table does not."""
+
+    class Odd(ServerStatusError):
+        pass
+
+    class OddTransport(httpx.ReadError):
+        pass
+
+    assert to_application_error(Odd("GET", "http://x", 503, "b")).type == "RuntimeError"
+    assert classify(OddTransport("x")).outcome is Outcome.TRANSIENT
+
+
+def test_timeouts_of_the_standard_library_and_engines_that_are_away_are_transient() -> None:
+    assert classify(TimeoutError()).cause_kind is TIMEOUT
+    assert classify(asyncio.TimeoutError()).cause_kind is TIMEOUT
+    assert classify(EngineUnavailableError("GET", "http://x", "away")).cause_kind is TRANSPORT
+
+
+def test_cancellation_is_cancellation() -> None:
+    assert classify(asyncio.CancelledError()).outcome is Outcome.CANCELLED
+    with pytest.raises(ValueError, match="not a terminal error"):
+        to_application_error(asyncio.CancelledError())
+
+
+def test_an_application_error_stays_what_it_is() -> None:
+    error = ApplicationError("x", type="Mine")
+    assert to_application_error(error) is error
+
+
+@pytest.mark.parametrize("status", [301, 400, 404, 409, 422, 500, 502, 503])
+def test_every_status_but_2xx_names_method_url_status_and_body(status: int) -> None:
+    request = httpx.Request("POST", "http://server/sessions/s/samples")
+    with pytest.raises(RuntimeError) as caught:
+        raise_for_status(httpx.Response(status, request=request, text="what went wrong"))
+    assert str(caught.value) == f"POST http://server/sessions/s/samples answered {status}: what went wrong"
+
+
+def test_2xx_is_no_error() -> None:
+    raise_for_status(httpx.Response(204, request=httpx.Request("GET", "http://x")))
