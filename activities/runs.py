@@ -4,39 +4,30 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable
-from pathlib import Path
 
-import aiohttp
 import httpx
 from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import CancelledError, TerminatedError
 
 from activities.heartbeats import heartbeating
+from activities.preflight import Preflight
 from everroll.contracts import names
 from everroll.contracts.health import AwaitServerRequest, Survey, SurveyRequest
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import AwaitGroupRequest, DatasetRef, GroupResult
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
-from everroll.engines.sglang import SGLangEngine
-from everroll.failures import ConfigurationError, Outcome, ServerStatusError, classify, raise_for_status
-from everroll.prompts import Dataset, load_dataset
-from everroll.sessions.client import SessionClient
-from everroll.store import open_store
+from everroll.failures import Outcome, ServerStatusError, classify, raise_for_status
+from everroll.prompts import Dataset
 from everroll.survey import survey_groups
-
-_CHECK_SECONDS = 10.0
 
 
 class RunActivities:
     """Checks before the first episode that everything a run needs is there."""
 
-    def __init__(self, http: httpx.AsyncClient, engine_session: aiohttp.ClientSession, admin_key: str) -> None:
-        self._http = http
-        self._engine_session = engine_session
-        self._admin_key = admin_key
+    def __init__(self, preflight: Preflight) -> None:
+        self._preflight = preflight
 
     @activity.defn(name=names.PREPARE_RUN)
     async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
@@ -44,31 +35,8 @@ class RunActivities:
         Raises:
             ConfigurationError: a list of everything that is not as it must be.
         """
-        spec = request.spec
-        checks: dict[str, Awaitable[object]] = {
-            f"session server {spec.services.session_url}": self._check_sessions(spec),
-            f"store {spec.services.store_url}": asyncio.to_thread(open_store(spec.services.store_url).check_writable),
-            f"data set {spec.data.path}": asyncio.to_thread(load_dataset, Path(spec.data.path)),
-            **{f"engine {url}": self._check_engine(url) for url in spec.services.engine_urls},
-        }
-        results = await asyncio.gather(
-            *(asyncio.wait_for(check, _CHECK_SECONDS) for check in checks.values()), return_exceptions=True
-        )
-        faults = [
-            f"- {name}: {type(result).__name__}: {result}"
-            for name, result in zip(checks, results, strict=True)
-            if isinstance(result, BaseException)
-        ]
-        if faults:
-            raise ConfigurationError(f"run {spec.run.name} cannot start:\n" + "\n".join(faults))
-        dataset = next(result for result in results if isinstance(result, Dataset))
-        return PrepareRunResult(dataset=_build_reference(spec, dataset))
-
-    async def _check_sessions(self, spec: RunSpec) -> None:
-        await SessionClient(self._http, spec.services.session_url, self._admin_key).info()
-
-    async def _check_engine(self, url: str) -> None:
-        await SGLangEngine(url, self._engine_session).weight_version()
+        dataset = await self._preflight.check(request.spec)
+        return PrepareRunResult(dataset=_build_reference(request.spec, dataset))
 
 
 class GroupActivities:

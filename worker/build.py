@@ -13,6 +13,7 @@ from temporalio.worker import PollerBehaviorAutoscaling, Worker
 from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
 from activities.episodes import EpisodeActivities
+from activities.preflight import Preflight
 from activities.publishing import PublishingActivities
 from activities.runs import GroupActivities, HealthActivities, RunActivities
 from everroll.agents import AgentClients
@@ -38,7 +39,7 @@ async def build_worker(role: Role, client: Client, settings: WorkerSettings) -> 
 @contextlib.asynccontextmanager
 async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http, aiohttp.ClientSession() as engine_session:
-        runs = RunActivities(http, engine_session, settings.admin_key)
+        runs = RunActivities(Preflight(http, engine_session, settings.admin_key))
         groups = GroupActivities(client)
         health = HealthActivities(client, http)
         collection = CollectionActivities(http, settings.admin_key)

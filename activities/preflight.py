@@ -1,0 +1,82 @@
+"""Preflight: within seconds, a list of everything that would keep a run from working."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from pathlib import Path
+
+import aiohttp
+import httpx
+
+from everroll.contracts.spec import RunSpec
+from everroll.engines.sglang import SGLangEngine
+from everroll.failures import ConfigurationError
+from everroll.prompts import Dataset, load_dataset
+from everroll.sessions.client import SessionClient
+from everroll.store import open_store
+
+_CHECK_SECONDS = 10.0
+
+
+class Preflight:
+    """Asks every service at once."""
+
+    def __init__(self, http: httpx.AsyncClient, engine_session: aiohttp.ClientSession, admin_key: str) -> None:
+        self._http = http
+        self._engine_session = engine_session
+        self._admin_key = admin_key
+
+    async def check(self, spec: RunSpec) -> Dataset:
+        """Returns the data set when all is well.
+
+        Raises:
+            ConfigurationError: a line per fault, each naming what was asked.
+        """
+        services = spec.services
+        checks: dict[str, Awaitable[object]] = {
+            f"session server {services.session_url}": self._check_sessions(spec),
+            f"store {services.store_url}": asyncio.to_thread(_check_store, services.store_url),
+            f"data set {spec.data.path}": asyncio.to_thread(load_dataset, Path(spec.data.path)),
+            **{f"engine {url}": self._check_engine(url) for url in services.engine_urls},
+        }
+        results = await asyncio.gather(
+            *(asyncio.wait_for(check, _CHECK_SECONDS) for check in checks.values()), return_exceptions=True
+        )
+        faults = [
+            f"- {name}: {_describe(result)}"
+            for name, result in zip(checks, results, strict=True)
+            if isinstance(result, BaseException)
+        ]
+        if faults:
+            raise ConfigurationError(f"run {spec.run.name} cannot start:\n" + "\n".join(faults))
+        return next(result for result in results if isinstance(result, Dataset))
+
+    async def _check_sessions(self, spec: RunSpec) -> None:
+        info = await SessionClient(self._http, spec.services.session_url, self._admin_key).info()
+        served = str(info.get("model_path"))
+        if Path(served) != Path(spec.model.path):
+            raise ConfigurationError(f"it serves the model {served}, the run trains {spec.model.path}")
+        used = info.get("engine_urls")
+        known = {str(url).rstrip("/") for url in used} if isinstance(used, list) else set()
+        strangers = [url for url in spec.services.engine_urls if url.rstrip("/") not in known]
+        if strangers:
+            raise ConfigurationError(
+                f"it does not use {', '.join(strangers)} but {', '.join(sorted(known)) or 'no engine'}: new weights "
+                f"would go to engines that play no episode. Make services.engine_urls and its --engine-urls agree"
+            )
+
+    async def _check_engine(self, url: str) -> None:
+        await SGLangEngine(url, self._engine_session).weight_version()
+
+
+def _check_store(url: str) -> None:
+    open_store(url).check_writable()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, ConfigurationError):
+        return str(error)
+    if isinstance(error, TimeoutError):
+        return f"no answer within {_CHECK_SECONDS:.0f} s"
+    return f"{type(error).__name__}: {error}"
