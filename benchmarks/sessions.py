@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import random
 import sys
 import tempfile
 import time
@@ -31,11 +32,14 @@ from pydantic_core import from_json, to_json
 
 from everroll.sessions.keys import load_admin_key
 from everroll.sessions.server import SessionServerSettings, serve
-from tests.session_helpers import build_tokenizer, find_free_port, model_section, write_model_dir
+from tests.session_helpers import find_free_port, model_section, train_tokenizer, write_model_dir
 
 NUM_COMPLETION_TOKENS = 64
 TURNS_PER_SESSION = 4
-FIRST_MESSAGE = " ".join(f"word{index}" for index in range(200))
+WORDS = Path(__file__).read_text().split()
+FIRST_MESSAGE = " ".join(random.Random(0).choices(WORDS, k=200))
+REPLY_WORDS = random.Random(1).choices(WORDS, k=200)
+TEXTS = [" ".join(WORDS)]
 
 
 @dataclass(frozen=True)
@@ -69,17 +73,21 @@ class UpstreamProtocol(asyncio.Protocol):
             body = from_json(self.buffer[end + 4 : end + 4 + length])
             self.buffer = self.buffer[end + 4 + length :]
             answer = self.template.replace(b'"PROMPT_TOKENS"', b"%d" % len(body["input_ids"]))
+            answer = answer.replace(b"REQUEST_ID", body["rid"].encode())
             head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
             self.transport.write(head + answer)
 
 
 def build_upstream_answer() -> bytes:
-    tokenizer = build_tokenizer()
-    text = "The quick brown fox jumps over the lazy dog, and then once more."
-    ids = tokenizer.encode(text[: NUM_COMPLETION_TOKENS - 1] + "<|im_end|>").ids
+    tokenizer = train_tokenizer(TEXTS)
+    ids = [
+        *tokenizer.encode(" ".join(REPLY_WORDS)).ids[: NUM_COMPLETION_TOKENS - 1],
+        tokenizer.token_to_id("<|im_end|>"),
+    ]
     assert len(ids) == NUM_COMPLETION_TOKENS
+    text = " ".join(REPLY_WORDS)
     meta = {
-        "id": "x",
+        "id": "REQUEST_ID",
         "prompt_tokens": "PROMPT_TOKENS",
         "completion_tokens": len(ids),
         "cached_tokens": 0,
@@ -125,7 +133,7 @@ async def play_session(
 async def call_directly(
     http: aiohttp.ClientSession, base_url: str, deadline: float, latencies: list[float], serial: int
 ) -> None:
-    body = to_json({"input_ids": list(range(64)) * 16, "sampling_params": {"max_new_tokens": 64}})
+    body = to_json({"rid": "direct", "input_ids": list(range(64)) * 16, "sampling_params": {"max_new_tokens": 64}})
     start = time.perf_counter()
     async with http.post(f"{base_url}/generate", data=body) as response:
         await response.read()
@@ -178,7 +186,7 @@ async def await_port(port: int) -> None:
 async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[Row]:
     upstream_port, server_port = find_free_port(), find_free_port()
     settings = SessionServerSettings(
-        model=model_section(write_model_dir(directory / "model")),
+        model=model_section(write_model_dir(directory / "model", train_tokenizer(TEXTS))),
         engine_urls=[f"http://127.0.0.1:{upstream_port}"],
         journal_path=str(directory / "journal.db"),
         journal_synchronous=arguments.synchronous,

@@ -21,7 +21,7 @@ import openai
 import uvicorn
 from aiohttp import web
 from starlette.applications import Starlette
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from everroll.contracts.spec import ModelSection, SamplingSpec
 from everroll.http_client import build_http_client
@@ -62,17 +62,29 @@ TOOL_CALL_TEXT = '<tool_call>\n{"name": "add", "arguments": {"a": 1, "b": 2}}\n<
 def build_tokenizer() -> Tokenizer:
     """Byte-level, with Qwen3's special tokens at the end of the vocabulary."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    return _finish(Tokenizer(models.BPE(vocab={char: index for index, char in enumerate(alphabet)}, merges=[])), False)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int = 2000) -> Tokenizer:
+    """Byte pairs merged as in a real vocabulary, about one token a word; for measurements."""
+    tokenizer = _finish(Tokenizer(models.BPE()), True)
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    trainer = trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    tokenizer.train_from_iterator(texts, trainer)
+    return _finish(tokenizer, True)
+
+
+def _finish(tokenizer: Tokenizer, split_words: bool) -> Tokenizer:
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=split_words)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
     return tokenizer
 
 
-def write_model_dir(path: Path) -> Path:
+def write_model_dir(path: Path, tokenizer: Tokenizer | None = None) -> Path:
     """A checkpoint directory without weights: enough for the session server."""
     path.mkdir(parents=True, exist_ok=True)
-    build_tokenizer().save(str(path / "tokenizer.json"))
+    (tokenizer or build_tokenizer()).save(str(path / "tokenizer.json"))
     config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"}
     (path / "tokenizer_config.json").write_text(json.dumps(config))
     (path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))

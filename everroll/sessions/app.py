@@ -12,6 +12,7 @@ GET    /health                                -
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
@@ -27,7 +28,14 @@ from starlette.routing import Route
 from everroll.contracts.base import Spec
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.core import SessionCore
-from everroll.sessions.errors import BadRequestError, BodyTooLargeError, SessionError, UnauthorizedError
+from everroll.sessions.errors import (
+    BadRequestError,
+    BodyTooLargeError,
+    SessionError,
+    SlowBodyError,
+    UnauthorizedError,
+    UnexpectedError,
+)
 from everroll.sessions.keys import derive_session_key, is_key
 from everroll.sessions.wires.openai_chat import (
     build_chat_answer,
@@ -69,6 +77,7 @@ class SessionApp:
     """Name of the model as agents see it."""
     info: Mapping[str, Any]
     max_body_bytes: int
+    body_timeout_seconds: float
 
     async def create(self, request: Request) -> Response:
         self._admit_admin(request)
@@ -131,6 +140,7 @@ class SessionApp:
 
         Raises:
             BodyTooLargeError: more than the limit; the rest is not read.
+            SlowBodyError: it did not arrive in time.
             BadRequestError: no JSON object.
         """
         body = await self._read_body(request)
@@ -149,11 +159,15 @@ class SessionApp:
         if announced.isdigit() and int(announced) > self.max_body_bytes:
             raise BodyTooLargeError(f"the body has {announced} bytes, the limit is {self.max_body_bytes}")
         chunks, size = [], 0
-        async for chunk in request.stream():
-            chunks.append(chunk)
-            size += len(chunk)
-            if size > self.max_body_bytes:
-                raise BodyTooLargeError(f"the body has more than {self.max_body_bytes} bytes")
+        try:
+            async with asyncio.timeout(self.body_timeout_seconds):
+                async for chunk in request.stream():
+                    chunks.append(chunk)
+                    size += len(chunk)
+                    if size > self.max_body_bytes:
+                        raise BodyTooLargeError(f"the body has more than {self.max_body_bytes} bytes")
+        except TimeoutError as error:
+            raise SlowBodyError(f"the body did not arrive within {self.body_timeout_seconds:g} s") from error
         return b"".join(chunks)
 
 
@@ -177,10 +191,13 @@ def _route(path: str, handler: _Handler, method: str) -> Route:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
-        except SessionError as error:
-            return _answer_error(request, error)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
+        except SessionError as error:
+            return _answer_error(request, error)
+        except Exception as error:  # a bug: loud in the log, and its text in the caller's failure
+            _log.exception("%s %s: unexpected error", request.method, request.url.path)
+            return _answer_error(request, UnexpectedError(f"{type(error).__name__}: {error}"))
 
     return Route(path, guarded, methods=[method])
 

@@ -4,12 +4,14 @@
       BadRequestError        400     no: the request is malformed or asks for what is not supported
       UnauthorizedError      401     no
       UnknownSessionError    404     no
+      SlowBodyError          408     yes: the request's body did not arrive in time
       ConflictError          409     no: contradicts what is recorded (a length end, other sampling values)
       ReleasedSessionError   410     no: the session was released
       BodyTooLargeError      413     no
       AssemblyError          422     no: samples cannot be assembled
       TokenInvariantError    500     no: a bug in Everroll or in a chat renderer
       JournalError           500     yes: the journal could not be written; nothing was answered
+      UnexpectedError        500     no: any other exception, a bug
       BrokenAnswerError      502     maybe: the engine's answer is malformed; nothing was recorded
       EngineAwayError        503     yes: every engine is away or aborted the call; nothing was recorded
 
@@ -43,6 +45,11 @@ class UnknownSessionError(SessionError):
     kind = "unknown_session"
 
 
+class SlowBodyError(SessionError):
+    status = 408
+    kind = "slow_body"
+
+
 class ConflictError(SessionError):
     status = 409
     kind = "conflict"
@@ -71,6 +78,11 @@ class TokenInvariantError(SessionError):
 class JournalError(SessionError):
     status = 500
     kind = "journal_error"
+
+
+class UnexpectedError(SessionError):
+    status = 500
+    kind = "unexpected_error"
 
 
 class BrokenAnswerError(SessionError):

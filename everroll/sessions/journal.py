@@ -11,13 +11,15 @@ the file stays consistent in both.
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import fcntl
 import queue
 import sqlite3
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import IO, Any, Literal, TypeVar
 
 from everroll.sessions.errors import JournalError
 from everroll.sessions.journal_rows import (
@@ -51,8 +53,9 @@ class _Job:
 class SqliteJournal:
     """Sessions and turns in one SQLite file. Open it with `open_journal`."""
 
-    def __init__(self, path: Path, writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
+    def __init__(self, path: Path, lock: IO[bytes], writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
         self.path = path
+        self._lock = lock
         self._writer = writer
         self._reader = reader
         self._reader_lock = threading.Lock()
@@ -104,6 +107,7 @@ class SqliteJournal:
         self._writer.close()
         with self._reader_lock:
             self._reader.close()
+        self._lock.close()
 
     async def _write(self, *statements: _Statement) -> None:
         """Raises JournalError when it could not be written, or not in time."""
@@ -166,17 +170,39 @@ def open_journal(path: Path, synchronous: Literal["full", "normal"] = "full") ->
     """Open or create the journal file. Call it inside a running event loop.
 
     Raises:
-        JournalError: the file cannot be opened, or was written by another version.
+        JournalError: the file cannot be opened, is in use, or was written by another version.
     """
+    with contextlib.ExitStack() as on_failure:
+        lock = on_failure.enter_context(_lock_journal(path))
+        journal = _open_locked(path, lock, synchronous)
+        on_failure.pop_all()
+    return journal
+
+
+def _lock_journal(path: Path) -> IO[bytes]:
+    """Hold the journal for this process; the system lets go of it when the process ends, however it ends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        lock = open(f"{path}.lock", "ab")  # noqa: SIM115 (open as long as the journal)
+    except OSError as error:
+        raise JournalError(f"journal {path} cannot be opened: {error}") from error
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        lock.close()
+        raise JournalError(f"journal {path} is in use by another session server") from error
+    return lock
+
+
+def _open_locked(path: Path, lock: IO[bytes], synchronous: str) -> SqliteJournal:
+    try:
         writer = _connect(path, synchronous)
         for statement in SCHEMA:
             writer.execute(statement)
         version = writer.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()[0]
         if version != SCHEMA_VERSION:
             raise JournalError(f"journal {path} has schema {version}, this version reads {SCHEMA_VERSION}")
-        return SqliteJournal(path, writer, _connect(path, synchronous))
+        return SqliteJournal(path, lock, writer, _connect(path, synchronous))
     except (OSError, sqlite3.Error) as error:
         raise JournalError(f"journal {path} cannot be opened: {error}") from error
 

@@ -10,6 +10,7 @@ import hashlib
 import hmac
 import ipaddress
 import os
+from functools import lru_cache
 
 from everroll.failures import ConfigurationError
 
@@ -33,6 +34,7 @@ def check_bind(host: str, admin_key: str) -> None:
         )
 
 
+@lru_cache(maxsize=16384)
 def derive_session_key(admin_key: str, session_id: str) -> str:
     digest = hmac.new(admin_key.encode(), b"session:" + session_id.encode(), hashlib.sha256).hexdigest()
     return f"es-{digest[:_SESSION_KEY_CHARS]}"

@@ -40,7 +40,7 @@ class SessionServerSettings(Spec):
     """Everything that one session server process needs."""
 
     model: ModelSection
-    engine_urls: list[str] = Field(min_length=1)
+    engine_urls: list[Annotated[str, Field(pattern=r"^https?://[^/\s]+")]] = Field(min_length=1)
     """Base URLs of the engines that sample."""
     journal_path: str
     """SQLite file of the journal; made if it is not there."""
@@ -54,6 +54,8 @@ class SessionServerSettings(Spec):
     """Name of the model as agents see it; default: the checkpoint directory's name."""
     max_body_bytes: PositiveInt = 64 * 1024 * 1024
     """Largest request body."""
+    body_timeout_seconds: Seconds = 60.0
+    """Longest time that a request's body may take to arrive."""
     max_turns: PositiveInt = 10_000
     """Most turns that one session records."""
     max_cached_sessions: PositiveInt = 4096
@@ -119,6 +121,7 @@ async def open_app(settings: SessionServerSettings, renderer: ChatRenderer, admi
             model=settings.model_name or Path(settings.model.path).name,
             info=build_info(settings, renderer),
             max_body_bytes=settings.max_body_bytes,
+            body_timeout_seconds=settings.body_timeout_seconds,
         )
         yield build_app(handlers)
 

@@ -379,6 +379,37 @@ async def test_limits_on_bodies_and_turns(
         assert (refused.status_code, "limit of 2 turns" in refused.text) == (400, True)
 
 
+async def test_a_body_that_does_not_arrive_is_given_up(
+    engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, tmp_path: Path
+) -> None:
+    """CASES B1, the other way round: no wait without a bound."""
+    async with run_stack(renderer, model_dir, tmp_path / "j.db", [engine], body_timeout_seconds=0.2) as stack:
+        host, port = stack.client.base_url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = (
+            f"POST /sessions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {ADMIN_KEY}\r\nContent-Length: 10\r\n\r\n{{"
+        )
+        writer.write(head.encode())
+        assert (await reader.readline()).startswith(b"HTTP/1.1 408")
+        writer.close()
+
+
+async def test_a_bug_is_loud_and_says_what_it_was(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    handle = await stack.open()
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("surprise")
+
+    monkeypatch.setattr(ChatRenderer, "parse", broken)
+    response = await stack.post(handle, USER)
+    assert response.status_code == 500
+    assert response.json()["error"]["message"] == "KeyError: 'surprise'"
+    assert "Traceback" in caplog.text
+    assert await stack.num_turns() == 0
+
+
 async def test_sessions_beyond_the_cache_are_read_from_the_journal(
     engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, tmp_path: Path
 ) -> None:
