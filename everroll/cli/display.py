@@ -101,12 +101,12 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
     table.add_row("step", f"{bar} {status.step}/{status.num_steps}  {status.phase.value}")
     table.add_row("mean reward", f"{format_reward(status.mean_reward)}  {rewards}")
     table.add_row(
-        "groups", f"{status.groups_ready} of {status.groups_wanted}, {len(status.groups_in_flight)} in flight"
+        "groups", f"{status.groups_ready} of {status.groups_wanted} done, {len(status.groups_in_flight)} in flight"
     )
     table.add_row("tokens/s", format_rate(progress.rate.compute()))
     table.add_row("aborts", format_counts(status.unusable_episodes))
     if status.last_cause is not None:
-        table.add_row("last cause", str(status.last_cause))
+        table.add_row("last cause", Text(str(status.last_cause)))
     if progress.view is not None and progress.view.status_error is not None:
         table.add_row("attention", Text(progress.view.status_error, style="yellow"))
     return Group(table, Text(f"web UI  {url}")) if url else table
