@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from typing import Any
 
+import aiohttp
 import torch
-from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
+from safetensors.torch import load_file, save_file
+from transformers import (
+    AutoModelForCausalLM,
+    DynamicCache,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen3Config,
+)
 
 from everroll.engines.embedded.server import EngineSettings, build_server, open_listener
+from everroll.engines.http import EngineTimeouts, open_client_session
+from everroll.engines.sglang import SGLangEngine
 
 VOCAB_SIZE = 97
 MAX_CONTEXT = 512
@@ -61,38 +74,43 @@ def make_checkpoint(directory: Path, architecture: str = "qwen3", seed: int = 0)
 
 def change_checkpoint(source: Path, target: Path, changes: dict[str, torch.Tensor]) -> Path:
     """A copy of a checkpoint's weights in which some tensors are replaced."""
-    from safetensors.torch import load_file
-
     target.mkdir()
     save_file(load_file(source / "model.safetensors") | changes, target / "model.safetensors", {"format": "pt"})
     return target
 
 
 class Reference:
-    """A plain forward pass over whole sequences: no cache, no batch."""
+    """A plain forward pass over whole sequences: no batch, no cache of ours."""
 
     def __init__(self, checkpoint: Path) -> None:
-        self._model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
 
     @torch.no_grad()
     def logprobs(self, prompt: list[int], completion: list[int], temperature: float = 1.0) -> list[float]:
         """Log-probability of each token of the completion."""
-        tokens = torch.tensor([prompt + completion])
-        logprobs_TV = torch.log_softmax(self._model(input_ids=tokens).logits[0].float() / temperature, dim=-1)
-        first = len(prompt) - 1
-        return [float(logprobs_TV[first + index, token]) for index, token in enumerate(completion)]
+        logits_TV = self.model(input_ids=torch.tensor([prompt + completion])).logits[0]
+        return _pick(logits_TV[len(prompt) - 1 : -1], completion, temperature)
 
 
-@dataclass(frozen=True)
-class RunningEngine:
-    url: str
-    checkpoint: Path
+@torch.no_grad()
+def logprobs_after_update(old: Reference, new: Reference, computed: list[int], rest: list[int]) -> list[float]:
+    """Log-probabilities of rest[1:] under the new weights, over keys and values that the old ones gave `computed`."""
+    # The argument has been renamed in the course of transformers 5.
+    name = "cache" if "cache" in inspect.signature(old.model.forward).parameters else "past_key_values"
+    past = {name: DynamicCache(), "use_cache": True}
+    old.model(input_ids=torch.tensor([computed]), **past)
+    logits_TV = new.model(input_ids=torch.tensor([rest]), **past).logits[0]
+    return _pick(logits_TV[:-1], rest[1:], 1.0)
+
+
+def _pick(logits_TV: torch.Tensor, tokens: list[int], temperature: float) -> list[float]:
+    logprobs_TV = torch.log_softmax(logits_TV.float() / temperature, dim=-1)
+    return logprobs_TV.gather(1, torch.tensor(tokens)[:, None])[:, 0].tolist()  # type: ignore[no-any-return]
 
 
 @contextmanager
-def running_engine(checkpoint: Path, **settings: object) -> Iterator[RunningEngine]:
-    """An embedded engine on a free loopback port, in a thread of this process."""
-    torch.set_num_threads(1)
+def running_engine(checkpoint: Path, **settings: object) -> Iterator[str]:
+    """The URL of an embedded engine on a free loopback port, in a thread of this process."""
     parsed = EngineSettings.model_validate(
         {"model_path": str(checkpoint), "port": 0, "prefix_cache_gib": 0.01, "num_threads": 1, **settings}
     )
@@ -100,9 +118,37 @@ def running_engine(checkpoint: Path, **settings: object) -> Iterator[RunningEngi
         server = build_server(parsed, api_key=None)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
         thread.start()
+        deadline = time.monotonic() + 20
+        while not server.started:
+            assert thread.is_alive(), "the engine did not start"
+            assert time.monotonic() < deadline, "the engine does not start"
+            time.sleep(0.002)
         try:
-            yield RunningEngine(f"http://127.0.0.1:{listener.getsockname()[1]}", checkpoint)
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
             thread.join(timeout=20)
             assert not thread.is_alive(), "the engine did not stop"
+
+
+@asynccontextmanager
+async def engine_client(url: str, seconds: float = 60.0) -> AsyncIterator[SGLangEngine]:
+    async with open_client_session() as session:
+        yield SGLangEngine(url, session, timeouts=EngineTimeouts(5.0, seconds, seconds, seconds))
+
+
+async def wait_for_info(
+    url: str, wanted: Callable[[dict[str, Any]], bool], *, seconds: float = 20.0, api_key: str = ""
+) -> dict[str, Any]:
+    """Ask the engine for its state until it is as wanted."""
+    deadline = time.monotonic() + seconds
+    headers = {"Authorization": f"Bearer {api_key}"}
+    timeout = aiohttp.ClientTimeout(total=10)
+    async with open_client_session() as session:
+        while True:
+            async with session.get(f"{url}/model_info", headers=headers, timeout=timeout) as response:
+                info: dict[str, Any] = await response.json()
+            if wanted(info):
+                return info
+            assert time.monotonic() < deadline, f"still {info}"
+            await asyncio.sleep(0.005)

@@ -6,6 +6,7 @@ import ipaddress
 import logging
 import os
 import socket
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field
@@ -58,10 +59,13 @@ def serve(settings: EngineSettings) -> None:
     """Serve until SIGTERM or SIGINT; requests in flight are then aborted and answered.
 
     Raises:
-        EngineConfigurationError: a bind to more than loopback without an API key, or an address that is taken.
+        EngineConfigurationError: a bind to more than loopback without an API key, an address that is taken, no such
+            model directory, or caches that cannot hold a single sequence.
         UnsupportedModelError: the model cannot be loaded, or not served correctly.
     """
     api_key = read_api_key(settings)
+    if not Path(settings.model_path).is_dir():
+        raise EngineConfigurationError(f"model_path {settings.model_path}: no such directory")
     listener = open_listener(settings)
     with listener:
         server = build_server(settings, api_key)
