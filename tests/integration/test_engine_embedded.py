@@ -123,7 +123,7 @@ async def test_a_seed_decides_the_tokens_whatever_else_runs(url: str, checkpoint
 @pytest.mark.parametrize("architecture", ["qwen3", "gpt2"])
 async def test_deterministic_results_do_not_depend_on_the_batch_bit_for_bit(architecture: str, tmp_path: Path) -> None:
     checkpoint = make_checkpoint(tmp_path / "model", architecture)
-    requests = make_requests(20, seed=3)
+    requests = make_requests(12, seed=3)
     with running_engine(checkpoint, deterministic=True, max_batch_size=24) as url:
         async with engine_client(url) as engine:
             alone = [await engine.generate(request) for request in requests]
@@ -160,6 +160,14 @@ async def test_more_requests_than_rows_queue_and_all_finish(checkpoint: Path) ->
     with running_engine(checkpoint, max_batch_size=3) as url:
         async with engine_client(url) as engine:
             completions = await asyncio.gather(*map(engine.generate, requests))
+    check_logprobs(Reference(checkpoint), requests, completions)
+
+
+async def test_long_prompts_in_chunks_beside_running_requests(checkpoint: Path) -> None:
+    requests = make_requests(16, seed=5)
+    with running_engine(checkpoint, prefill_chunk_tokens=32) as url:
+        async with engine_client(url) as engine:
+            completions = await generate_staggered(engine, requests, 0.1)
     check_logprobs(Reference(checkpoint), requests, completions)
 
 

@@ -247,15 +247,21 @@ async def test_flushing_the_cache_waits_for_no_one(engine: SGLangEngine) -> None
     assert len((await call).token_ids) == LONG
 
 
-async def test_weights_that_blow_up_abort_loudly(
-    engine: SGLangEngine, checkpoints: tuple[Path, Path], tmp_path: Path
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.input_layernorm.weight"])
+async def test_weights_that_blow_up_abort_loudly_and_leave_no_trace(
+    engine: SGLangEngine,
+    checkpoints: tuple[Path, Path],
+    references: tuple[Reference, Reference],
+    tmp_path: Path,
+    name: str,
 ) -> None:
-    huge = change_checkpoint(checkpoints[0], tmp_path / "huge", {"model.norm.weight": torch.full((32,), 3e38)})
+    huge = change_checkpoint(checkpoints[0], tmp_path / "huge", {name: torch.full((32,), 3e38)})
     await engine.update_weights(str(huge), 1)
     with pytest.raises(EngineError, match="not finite"):
-        await engine.generate(GenerateRequest("nan", PROMPT, 5))
+        await engine.generate(GenerateRequest("nan", PROMPT * 3, 5))
     await engine.update_weights(str(checkpoints[0]), 2)
-    assert len((await engine.generate(GenerateRequest("fine", PROMPT, 5))).token_ids) == 5
+    fine = await engine.generate(GenerateRequest("fine", PROMPT, 5))
+    assert fine.logprobs == pytest.approx(references[0].logprobs(PROMPT, fine.token_ids), abs=TOLERANCE)
 
 
 async def test_a_bad_pause_mode_is_refused(engine: SGLangEngine) -> None:

@@ -83,8 +83,8 @@ def assemble_server(settings: EngineSettings, api_key: str | None) -> EngineServ
     handlers = EngineApp(core, model_limits, load_decoder(settings.model_path), settings.max_queued_requests)
     config = uvicorn.Config(
         build_app(handlers, core, api_key),
-        loop="uvloop",
-        http="httptools",
+        loop="auto",
+        http="auto",
         lifespan="on",
         access_log=False,
         log_config=None,
@@ -104,7 +104,8 @@ def build_limits(settings: EngineSettings, model: CausalModel, max_context: int)
             f"raise it to {needed:.2f}, or lower max_context_tokens"
         )
     if not settings.deterministic:
-        return BatchLimits(settings.max_batch_size, max_context, max_kv_tokens)
+        chunk_tokens = settings.prefill_chunk_tokens
+        return BatchLimits(settings.max_batch_size, max_context, max_kv_tokens, chunk_tokens=chunk_tokens)
     return BatchLimits(
         settings.max_batch_size,
         max_context,

@@ -26,6 +26,7 @@ PauseMode = Literal["abort", "retract", "in_place"]
 T = TypeVar("T")
 
 _LOGGER = logging.getLogger(__name__)
+_UNHEALTHY_AFTER_STEPS = 3
 
 
 class EngineStoppedError(RuntimeError):
@@ -54,6 +55,8 @@ class EngineCore:
         self._is_paused = False
         self._is_stopping = False
         self._failure: str | None = None
+        self._num_failed_steps = 0
+        """Failed steps since the last good one."""
         self._commands: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._submit_lock = threading.Lock()
         self._is_closed = False
@@ -72,8 +75,10 @@ class EngineCore:
 
     @property
     def failure(self) -> str | None:
-        """Why the engine is not healthy: its thread has ended, or its last step failed."""
-        return self._failure if self._thread.is_alive() else self._failure or "the engine's thread has ended"
+        """Why the engine is not healthy: its thread has ended, or step after step fails."""
+        if not self._thread.is_alive():
+            return self._failure or "the engine's thread has ended"
+        return self._failure if self._num_failed_steps >= _UNHEALTHY_AFTER_STEPS else None
 
     async def generate(self, sequence: Sequence) -> Sequence:
         """Run a sequence to its end. Cancelling this drops it from the batch."""
@@ -164,12 +169,13 @@ class EngineCore:
             self._step()
         except Exception as error:
             _LOGGER.exception("a step failed; its requests are aborted")
-            self._failure = f"the last step failed: {error!r}"
+            self._num_failed_steps += 1
+            self._failure = f"the last {self._num_failed_steps} steps failed: {error!r}"
             message = f"the engine failed: {error!r}"
             self._abort(lambda _: True, Finish(FinishKind.ABORT, message=message, status_code=500))
             self._scheduler.clear_prefix_cache()
         else:
-            self._failure = None
+            self._num_failed_steps = 0
 
     def _step(self) -> None:
         self._admit()
@@ -183,7 +189,10 @@ class EngineCore:
             self._decode(forward)
         finished = [sequence for forward in forwards for sequence in forward.sequences if sequence.finish is not None]
         for sequence in finished:
-            self._store_blocks(sequence, self._scheduler.share_prefix(sequence))
+            if sequence.finish is not None and sequence.finish.kind is FinishKind.ABORT:
+                self._forget_keys(sequence)
+            else:
+                self._store_blocks(sequence, self._scheduler.share_prefix(sequence))
         self._remove(finished)
 
     def _admit(self) -> None:
@@ -206,6 +215,11 @@ class EngineCore:
             else:
                 message = f"the model's logits are not finite (weight version {self.weight_version})"
                 sequence.finish = Finish(FinishKind.ABORT, message=message, status_code=500)
+
+    def _forget_keys(self, sequence: Sequence) -> None:
+        """Keys and values that are not finite would poison the next sequence in this row, masked or not."""
+        self._runner.kv.zero_row(sequence.row)
+        self._scheduler.clear_prefix_cache()
 
     def _store_blocks(self, sequence: Sequence, pairs: list[tuple[int, int]]) -> None:
         if pairs:

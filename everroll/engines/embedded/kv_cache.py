@@ -86,6 +86,10 @@ class KvCache:
         for tensor in (*self._keys, *self._values):
             tensor[target] = tensor[source]
 
+    def zero_row(self, row: int) -> None:
+        for tensor in (*self._keys, *self._values):
+            tensor[row].zero_()
+
     def load_blocks(self, row: int, blocks: list[int]) -> None:
         """Fill the first tokens of a row from blocks."""
         num_tokens = len(blocks) * self._block_tokens

@@ -43,6 +43,8 @@ class EngineSettings(Spec):
     """Most memory for keys and values of running requests; used as it is needed."""
     prefix_cache_gib: Annotated[float, Field(ge=0)] = 0.5
     """Memory for keys and values kept for later prompts that begin alike; 0 keeps none."""
+    prefill_chunk_tokens: Annotated[int, Field(ge=16)] = 1024
+    """Most tokens of one prompt computed between two decode steps; deterministic mode has its own."""
     num_threads: Annotated[int, Field(ge=1)] | None = None
     """Threads of torch on CPU; left out, torch decides."""
     deterministic: bool = False

@@ -132,7 +132,7 @@ def build_sequence(body: GenerateBody, limits: ModelLimits) -> Sequence:
         stop_token_ids=stops,
         seed=secrets.randbits(63) if wanted.sampling_seed is None else wanted.sampling_seed,
     )
-    return Sequence(rid=body.rid or secrets.token_hex(16), token_ids=body.input_ids, params=params)
+    return Sequence(rid=body.rid or secrets.token_hex(16), token_ids=list(body.input_ids), params=params)
 
 
 def build_answer(
