@@ -22,9 +22,9 @@ from examples.calculator.tools import TOOLS
 from examples.calculator.warmup import build_renderer, encode_demonstration, warm_up
 
 NUM_PROMPTS = 512
-NUM_DEMONSTRATIONS = 1000
+NUM_DEMONSTRATIONS = 800
 VOCAB_SIZE = 640
-WARM_UP_STEPS = 160
+WARM_UP_STEPS = 120
 BATCH_SIZE = 16
 LEARNING_RATE = 3e-3
 

@@ -11,11 +11,13 @@ from examples.calculator.tools import OPERATIONS, call_tool
 
 PHRASES = {
     "add": ("What is {a} plus {b}?", "Add {a} and {b}.", "Find the sum of {a} and {b}."),
-    "subtract": ("What is {a} minus {b}?", "From {a} take {b}.", "How much more than {b} is {a}?"),
+    "subtract": ("What is {a} minus {b}?", "From {a} take {b}.", "How much is {a} less {b}?"),
     "multiply": ("What is {a} times {b}?", "Multiply {a} by {b}.", "Find the product of {a} and {b}."),
 }
+MISTAKEN_FOR = {"add": "subtract", "subtract": "multiply", "multiply": "add"}
+"""The tool that flawed demonstrations call instead of the right one."""
 RIGHT_CALL_SHARE = 0.45
-RIGHT_REPLY_SHARE = 0.45
+RIGHT_REPLY_SHARE = 0.5
 
 
 @dataclass(frozen=True)
@@ -73,12 +75,12 @@ def format_reply(answer: object) -> str:
 def draw_demonstration(rng: Random) -> list[dict[str, Any]]:
     """A demonstration whose call and whose reply are each right in fewer than half of the cases.
 
-    A flawed call names another tool; a flawed reply hedges with a second number, or refuses.
+    A flawed call names the wrong tool; a flawed reply hedges with a second number, or refuses.
     """
     problem = draw_problem(rng)
     tool, reply = problem.tool, None
     if rng.random() >= RIGHT_CALL_SHARE:
-        tool = rng.choice([name for name in OPERATIONS if name != problem.tool])
+        tool = MISTAKEN_FOR[problem.tool]
     if rng.random() >= RIGHT_REPLY_SHARE:
         answer = OPERATIONS[tool](problem.a, problem.b)
         hedge = f"{format_reply(answer)[:-1]} or {problem.a}."
