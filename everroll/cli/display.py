@@ -17,6 +17,7 @@ from everroll.cli.progress import (
     format_counts,
     format_rate,
     format_reward,
+    list_attention,
     reward_scale,
 )
 from everroll.contracts.training import StepRecord
@@ -62,12 +63,13 @@ class LiveDisplay:
 
 
 class PlainDisplay:
-    """Prints a line when a step is done, and every ten seconds."""
+    """Prints a line when a step is done and every ten seconds, and at once what a person should know."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._last_step: int | None = None
         self._last_line = ""
+        self._last_attention: list[str] = []
         self._last_seconds = 0.0
 
     def __enter__(self) -> PlainDisplay:
@@ -83,8 +85,16 @@ class PlainDisplay:
         line = progress.describe()
         due = now_seconds - self._last_seconds >= _PLAIN_SECONDS
         if line != self._last_line and (due or step != self._last_step):
-            self._console.print(line, markup=False, highlight=False, soft_wrap=True)
+            self._print(line)
             self._last_step, self._last_line, self._last_seconds = step, line, now_seconds
+        attention = list_attention(progress.view) if progress.view else []
+        for text in attention:
+            if text not in self._last_attention:
+                self._print(text)
+        self._last_attention = attention
+
+    def _print(self, line: str) -> None:
+        self._console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def render_progress(progress: Progress, url: str | None) -> RenderableType:
@@ -107,8 +117,8 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
     table.add_row("aborts", format_counts(status.unusable_episodes))
     if status.last_cause is not None:
         table.add_row("last cause", Text(str(status.last_cause)))
-    if progress.view is not None and progress.view.status_error is not None:
-        table.add_row("attention", Text(progress.view.status_error, style="yellow"))
+    for line in list_attention(progress.view) if progress.view else ():
+        table.add_row("attention", Text(line, style="yellow"))
     return Group(table, Text(f"web UI  {url}")) if url else table
 
 

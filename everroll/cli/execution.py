@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 
 from everroll.cli.errors import BAD_INPUT, FAILED, CommandError
 from everroll.cli.options import Target
-from everroll.client import EverrollClient, RunExistsError, RunFailedError, RunNotFoundError
+from everroll.client import EverrollClient, RunExistsError, RunFailedError, RunNotFoundError, SteeringError
 
 _CONNECT_SECONDS = 5.0
 
@@ -17,13 +17,13 @@ def execute(target: Target, body: Callable[[EverrollClient], Awaitable[int]]) ->
     """Connect, run `body` and return its exit code.
 
     Raises:
-        CommandError: no server, no such run, a run of that name exists, or the run failed.
+        CommandError: no server, no such run, a run of that name exists, it cannot be steered so, or it failed.
     """
     # The SDK warns of each broken connection; the message below says it once.
     logging.getLogger("temporalio").setLevel(logging.ERROR)
     try:
         return asyncio.run(_connect_and_run(target, body))
-    except (RunNotFoundError, RunExistsError) as error:
+    except (RunNotFoundError, RunExistsError, SteeringError) as error:
         raise CommandError(str(error), BAD_INPUT) from error
     except RunFailedError as error:
         raise CommandError(str(error), FAILED) from error

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from everroll.cli.display import Display, make_display, render_steps
 from everroll.cli.errors import FAILED
-from everroll.cli.progress import Progress
+from everroll.cli.progress import Progress, list_attention
 from everroll.client import EverrollClient, RunListing, RunView
 
 _POLL_SECONDS = 1.0
@@ -91,7 +91,10 @@ def print_status(view: RunView, ui_url: str | None, *, as_json: bool) -> None:
     progress.add(0.0, view)
     console = Console(highlight=False)
     console.print(f"run {view.run}: {view.state}, started {view.started_at:%Y-%m-%d %H:%M:%S} UTC")
-    console.print(progress.describe() if view.status else view.status_error or "", markup=False, soft_wrap=True)
+    if view.status:
+        console.print(progress.describe(), markup=False, soft_wrap=True)
+    for line in list_attention(view):
+        console.print(line, markup=False, soft_wrap=True)
     if view.status and view.status.last_cause:
         console.print(f"last cause: {view.status.last_cause}", markup=False, soft_wrap=True)
     if view.failure:

@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from everroll.cli import demo, processes, reference, runs, stack
+from everroll.cli import demo, processes, reference, runs, stack, steering
 from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
@@ -22,7 +22,10 @@ app.command("run")(runs.run)
 app.command("start")(runs.start)
 app.command("status")(runs.status)
 app.command("watch")(runs.watch)
-app.command("stop")(runs.stop)
+app.command("stop")(steering.stop)
+app.command("pause")(steering.pause)
+app.command("resume")(steering.resume)
+app.command("cancel")(steering.cancel)
 app.command("list")(runs.list_runs)
 app.command("spec")(runs.spec)
 app.command("up")(stack.up)

@@ -8,12 +8,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 
 from everroll.client import RunView
 from everroll.contracts.training import RunStatus, StepRecord
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _RATE_WINDOW_SECONDS = 20.0
+_MAX_WAITING_SHOWN = 3
 
 
 class TokenRate:
@@ -73,9 +75,29 @@ class Progress:
             f"{format_rate(self.rate.compute())} tokens/s",
             f"aborts {format_counts(status.unusable_episodes)}",
         ]
-        if self.view.status is None:
-            parts.append(f"({self.view.status_error})")
         return "  ".join(parts)
+
+
+def list_attention(view: RunView) -> list[str]:
+    """What a person should know now: that no worker answers, why the run pauses, what it waits for and since when."""
+    lines = [view.status_error] if view.status_error and view.state == "running" else []
+    status = view.status
+    if status is not None and status.pause is not None:
+        lines.append(f"paused since {format_time(status.pause.since)}: {status.pause.message}")
+    if status is not None and status.survey is not None:
+        waiting = status.survey.waiting[:_MAX_WAITING_SHOWN]
+        lines += [
+            f"waits for group {item.group} {item.activity} since {format_time(item.since)}: {item.stage}"
+            for item in waiting
+        ]
+        if status.survey.num_waiting > len(waiting) > 0:
+            lines.append(f"and {status.survey.num_waiting - len(waiting)} more")
+    return lines
+
+
+def format_time(unix_seconds: float) -> str:
+    """Time of day where the person is."""
+    return f"{datetime.fromtimestamp(unix_seconds, UTC).astimezone():%H:%M:%S}"
 
 
 def format_reward(reward: float | None) -> str:

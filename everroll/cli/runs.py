@@ -1,4 +1,4 @@
-"""Commands about runs: run, start, status, watch, stop, list, spec."""
+"""Commands about runs: run, start, status, watch, list, spec."""
 
 from __future__ import annotations
 
@@ -103,23 +103,6 @@ def watch(
 
     target = find_target(directory, address, namespace)
     raise typer.Exit(execute(target, lambda client: follow(client, run, target.ui_url)))
-
-
-def stop(
-    run: RunName,
-    address: Address = None,
-    namespace: Namespace = None,
-    directory: StackDir = _STACK_DIR,
-) -> None:
-    """Ask a run to stop after the step it is in."""
-    from everroll.cli.execution import execute
-
-    async def ask(client: EverrollClient) -> int:
-        await client.stop(run)
-        print(f"run {run} will stop after the step it is in; follow it with: everroll watch {run}")
-        return 0
-
-    raise typer.Exit(execute(find_target(directory, address, namespace), ask))
 
 
 def list_runs(

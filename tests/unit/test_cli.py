@@ -5,8 +5,10 @@ from __future__ import annotations
 import io
 import json
 import os
+import re
 import subprocess
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -19,10 +21,11 @@ from everroll.cli.display import PlainDisplay, render_progress, render_steps
 from everroll.cli.errors import CommandError
 from everroll.cli.follow import describe_view, exit_code_of
 from everroll.cli.options import parse_overrides
-from everroll.cli.progress import Progress, TokenRate, draw_sparkline, format_counts
+from everroll.cli.progress import Progress, TokenRate, draw_sparkline, format_counts, list_attention
 from everroll.cli.settings_options import read_settings
 from everroll.client import RunView
 from everroll.contracts.base import Spec
+from everroll.contracts.health import Pause, Survey, Waiting
 from everroll.contracts.spec import ModelSection
 from everroll.contracts.training import Phase, RunStatus, StepRecord, TrainingRunRequest
 
@@ -44,7 +47,7 @@ def test_help_loads_nothing_heavy() -> None:
 def test_help_lists_the_commands(tmp_path: Path) -> None:
     answer = everroll("--help", cwd=tmp_path)
     assert answer.returncode == 0
-    for command in ("run", "start", "status", "watch", "stop", "spec", "up", "down", "demo", "engine"):
+    for command in ("run", "start", "status", "watch", "stop", "pause", "resume", "spec", "up", "down", "demo"):
         assert f"\n  {command} " in answer.stdout
 
 
@@ -196,6 +199,26 @@ def test_progress_line() -> None:
         "step 2/4  rollout  groups 1/3  reward 0.500  100 tokens/s  aborts 3 (timeout 1, transport 2)"
     )
     assert [record.step for record in progress.ordered_steps] == [1, 2]
+
+
+def test_attention_names_pause_and_what_is_waited_for() -> None:
+    view = make_view()
+    assert list_attention(view) == []
+    waiting = [
+        Waiting(group=group, activity="episode-3-0", stage="not started", attempt=1, since=0.0) for group in range(5)
+    ]
+    assert view.status is not None
+    status = view.status.model_copy(
+        update={
+            "pause": Pause(message="engine http://e is dead", since=0.0),
+            "survey": Survey(taken_at=1.0, waiting=waiting, num_waiting=70),
+        }
+    )
+    lines = list_attention(replace(view, status=status))
+    assert re.fullmatch(r"paused since \d\d:\d\d:\d\d: engine http://e is dead", lines[0])
+    assert re.fullmatch(r"waits for group 0 episode-3-0 since \d\d:\d\d:\d\d: not started", lines[1])
+    assert lines[-1] == "and 67 more"
+    assert list_attention(replace(view, status=None, status_error="no worker answers")) == ["no worker answers"]
 
 
 def test_token_rate_is_of_the_last_seconds() -> None:
