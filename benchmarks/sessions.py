@@ -15,6 +15,7 @@ import asyncio
 import itertools
 import json
 import multiprocessing
+import os
 import random
 import sys
 import tempfile
@@ -51,6 +52,8 @@ class Row:
     p99_ms: float
     memory_mb: float
     """Resident memory of the server after the measurement; 0 for `direct`."""
+    cpu_ms: float
+    """The server's processor time per request, which other load on the machine hardly changes; 0 for `direct`."""
 
 
 class UpstreamProtocol(asyncio.Protocol):
@@ -152,9 +155,11 @@ async def measure(target: str, play: _Play, base_url: str, connections: int, sec
             while time.perf_counter() < deadline:
                 await play(http, base_url, deadline, latencies, next(serials))
 
+        cpu = 0.0 if pid is None else _cpu_seconds(pid)
         start = time.perf_counter()
         await asyncio.gather(*(keep_playing(start + seconds) for _ in range(connections)))
         elapsed = time.perf_counter() - start
+    cpu = 0.0 if pid is None else _cpu_seconds(pid) - cpu
     latencies.sort()
     return Row(
         target=target,
@@ -163,7 +168,13 @@ async def measure(target: str, play: _Play, base_url: str, connections: int, sec
         p50_ms=round(latencies[len(latencies) // 2] * 1000, 2),
         p99_ms=round(latencies[int(len(latencies) * 0.99)] * 1000, 2),
         memory_mb=0.0 if pid is None else _resident_mb(pid),
+        cpu_ms=round(cpu / len(latencies) * 1000, 3),
     )
+
+
+def _cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def _resident_mb(pid: int) -> float:
@@ -209,16 +220,17 @@ async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[
             pid = processes[1].pid
             rows.append(await measure("sessions", play_session, server_url, connections, arguments.seconds, pid))
             for row in rows[-2:]:
-                print(
-                    f"{row.target:9} {row.connections:4} connections  {row.requests_per_second:9.1f} requests/s  "
-                    f"p50 {row.p50_ms:7.2f} ms  p99 {row.p99_ms:7.2f} ms  {row.memory_mb:7.1f} MB",
-                    flush=True,
-                )
+                print(format_row(row), flush=True)
         return rows
     finally:
         for process in processes:
             process.terminate()
             process.join(10)
+
+
+def format_row(row: Row) -> str:
+    speed = f"{row.requests_per_second:9.1f} requests/s  p50 {row.p50_ms:7.2f} ms  p99 {row.p99_ms:7.2f} ms"
+    return f"{row.target:9} {row.connections:4} connections {speed}  {row.memory_mb:6.1f} MB  {row.cpu_ms:6.3f} ms cpu"
 
 
 def main() -> None:

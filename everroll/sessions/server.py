@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.metadata
 import logging
 import signal
@@ -78,6 +79,7 @@ def serve(settings: SessionServerSettings) -> None:
     admin_key = load_admin_key()
     check_bind(settings.host, admin_key)
     renderer = load_renderer(settings.model)
+    gc.freeze()  # what is loaded by now stays; collections need not walk it again and again
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, renderer, admin_key))
 
@@ -92,6 +94,8 @@ async def _serve(settings: SessionServerSettings, renderer: ChatRenderer, admin_
             lifespan="off",
             log_config=None,
             access_log=False,
+            proxy_headers=False,
+            server_header=False,
             timeout_keep_alive=_KEEP_ALIVE_SECONDS,
             timeout_graceful_shutdown=settings.shutdown_grace_seconds,
         )

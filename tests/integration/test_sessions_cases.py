@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
+import re
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 
 from everroll.contracts.outcomes import CauseKind
-from everroll.contracts.spec import SamplingSpec
+from everroll.contracts.spec import ModelSection, SamplingSpec
 from everroll.failures import ServerStatusError
 from everroll.sessions.client import CollectedSamples, EmptySamples
 from everroll.tokens.renderer import ChatRenderer, load_renderer
@@ -306,7 +308,8 @@ async def test_releasing_ends_a_call_in_flight(stack: Stack) -> None:
     assert await stack.num_turns() == 0
 
 
-async def test_keys_open_their_own_session_only(stack: Stack) -> None:
+async def test_keys_open_their_own_session_only(stack: Stack, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "everroll")
     mine, other = await stack.open("mine"), await stack.open("other")
     assert mine.api_key != other.api_key
     assert (await stack.post(mine, USER, key=other.api_key)).status_code == 401
@@ -324,6 +327,9 @@ async def test_keys_open_their_own_session_only(stack: Stack) -> None:
             answer = await stack.http.request(method, base + path, headers=headers)
             assert answer.status_code == 401, (method, path)
     assert mine.api_key not in repr(mine)
+    assert "this needs the session's own API key" in caplog.text
+    assert mine.api_key not in caplog.text
+    assert other.api_key not in caplog.text
 
 
 async def test_unknown_session(stack: Stack) -> None:
@@ -443,3 +449,37 @@ async def test_streaming_tells_the_same_as_an_answer_in_one_piece(stack: Stack) 
     assert "".join(c["choices"][0]["delta"].get("content") or "" for c in chunks[:-1]) == "one"
     assert chunks[-2]["choices"][0]["finish_reason"] == "stop"
     assert (chunks[-1]["choices"], chunks[-1]["usage"]) == ([], whole["usage"])
+
+
+REWRITING = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{{ '...' if m.role == 'assistant' and not loop.last else m.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+async def test_d4_a_rewriting_template_branches_visibly_once_rerendering_was_chosen(
+    engine: FakeEngine, tmp_path: Path
+) -> None:
+    directory = write_model_dir(tmp_path / "model")
+    (directory / "chat_template.jinja").write_text(REWRITING)
+    section = ModelSection(path=str(directory), renderer="default", history="rerender")
+    async with run_stack(load_renderer(section), directory, tmp_path / "j.db", [engine]) as stack:
+        handle = await stack.open()
+        reply = await stack.chat(handle, USER)
+        await stack.chat(handle, USER, reply, {"role": "user", "content": "more"})
+        turn = (await stack.client.describe("s"))["turns"][1]
+        assert (turn["follows"], turn["extends"]) == (0, False)
+        assert re.fullmatch(r"rendered again: differs from turn 0 at token \d+ of \d+", turn["note"])
+        assert await stack.texts() == ["one|", "two|"]
+
+
+async def test_a_template_of_the_checkpoints_own_extends(engine: FakeEngine, tmp_path: Path) -> None:
+    directory = write_model_dir(tmp_path / "model")
+    (directory / "chat_template.jinja").write_text(REWRITING.replace("'...' if", "m.content if"))
+    section = ModelSection(path=str(directory), renderer="default")
+    async with run_stack(load_renderer(section), directory, tmp_path / "j.db", [engine]) as stack:
+        handle = await stack.open()
+        reply = await stack.chat(handle, USER)
+        await stack.chat(handle, USER, reply, {"role": "user", "content": "more"})
+        assert await stack.texts() == ["one|two|"]
