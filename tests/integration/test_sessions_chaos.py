@@ -9,13 +9,12 @@ import openai
 import pytest
 
 from everroll.http_client import build_http_client
-from everroll.sessions.client import CollectedSamples, SessionClient
+from everroll.sessions.client import CollectedSamples, SessionClient, SessionHandle
 from everroll.sessions.server import SessionServerSettings
 from tests.session_helpers import (
     ADMIN_KEY,
     SAMPLING,
     FakeEngine,
-    ServerProcess,
     find_free_port,
     model_section,
     run_fake_engine,
@@ -26,11 +25,9 @@ from tests.session_helpers import (
 NUM_TURNS = 6
 
 
-async def play_episode(server: ServerProcess, session_id: str, progress: asyncio.Semaphore) -> None:
+async def play_episode(handle: SessionHandle, progress: asyncio.Semaphore) -> None:
     """A stock client that retries as its users configure it; each turn waits for leave, so that kills fall between."""
-    async with build_http_client() as http:
-        handle = await SessionClient(http, server.base_url, ADMIN_KEY).create(session_id, SAMPLING, seed=1)
-    messages: list = [{"role": "user", "content": f"hello from {session_id}"}]
+    messages: list = [{"role": "user", "content": f"hello from {handle.session_id}"}]
     async with openai.AsyncOpenAI(
         base_url=handle.base_url, api_key=handle.api_key, max_retries=1000, timeout=20
     ) as agent:
@@ -63,7 +60,10 @@ async def test_no_episode_fails_and_no_token_is_lost_or_doubled(
         with run_server_process(settings, tmp_path / "server.log") as server:
             progress = asyncio.Semaphore(0)
             names = [f"run-0-{member}-0" for member in range(num_episodes)]
-            episodes = [asyncio.create_task(play_episode(server, name, progress)) for name in names]
+            async with build_http_client() as http:
+                client = SessionClient(http, server.base_url, ADMIN_KEY)
+                handles = [await client.create(name, SAMPLING, seed=1) for name in names]
+            episodes = [asyncio.create_task(play_episode(handle, progress)) for handle in handles]
             turns_between_kills = num_episodes * NUM_TURNS // (num_kills + 1)
             for _ in range(num_kills):
                 for _ in range(turns_between_kills):
