@@ -110,17 +110,18 @@ class FakeEngine:
     requests: list[dict[str, Any]] = field(default_factory=list)
     weight_version: int = 3
     base_url: str = ""
-    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def await_request(self) -> None:
-        """Wait for the first request."""
-        async with asyncio.timeout(10):
-            await self._arrived.wait()
+    async def await_requests(self, count: int) -> None:
+        """Wait until that many requests have come in all."""
+        async with asyncio.timeout(10), self._arrived:
+            await self._arrived.wait_for(lambda: len(self.requests) >= count)
 
     async def generate(self, request: web.Request) -> web.Response:
         body = await request.json()
         self.requests.append(body)
-        self._arrived.set()
+        async with self._arrived:
+            self._arrived.notify_all()
         if self.gate is not None:
             await self.gate.wait()
         if self.status != 200:

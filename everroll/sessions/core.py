@@ -24,6 +24,7 @@ from everroll.sessions.errors import (
     AssemblyError,
     BadRequestError,
     ConflictError,
+    EngineAwayError,
     ReleasedSessionError,
     UnknownSessionError,
 )
@@ -106,7 +107,9 @@ class SessionCore:
             task = asyncio.create_task(self._make_turn(session, request, keys))
             self._in_flight[flight] = task
             task.add_done_callback(lambda done: self._land(flight, done))
-        turn = await self._wait_for(self._in_flight[flight], session_id)
+        turn = await self._wait_for(self._in_flight[flight], session)
+        if joined:
+            await self._touch(session, turn.index)
         return TurnAnswer(turn, session.record.sampling, replayed=joined)
 
     async def collect(
@@ -197,20 +200,21 @@ class SessionCore:
             await self._journal.write_digest(session_id, digest, len(turns))
 
     async def _make_turn(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
+        attempt = session.record.attempt  # of the request: one that outlives its attempt still belongs to it
         turn = await self._maker.make(session, request, keys)
-        attempt = session.record.attempt
         await self._journal.append_turn(session.record.session_id, turn, attempt)
         session.add(turn, attempt)
         return turn
 
-    async def _wait_for(self, task: asyncio.Task[Turn], session_id: str) -> Turn:
+    async def _wait_for(self, task: asyncio.Task[Turn], session: Session) -> Turn:
         """Wait without owning: a client that hangs up does not cancel the call."""
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            if task.cancelled():
-                raise ReleasedSessionError(f"session {session_id} was released during this call") from None
-            raise
+            if not task.cancelled():
+                raise
+            _refuse_released(session.record)
+            raise EngineAwayError("the session server is stopping") from None
 
     def _land(self, flight: tuple[str, bytes], task: asyncio.Task[Turn]) -> None:
         del self._in_flight[flight]
@@ -220,9 +224,9 @@ class SessionCore:
     async def _touch(self, session: Session, index: int) -> None:
         """Count a recorded turn to the present attempt."""
         attempt = session.record.attempt
-        if session.attempts[index] != attempt:
-            session.attempts[index] = attempt
+        if session.attempts[index] < attempt:
             await self._journal.touch_turn(session.record.session_id, index, attempt)
+            session.attempts[index] = max(attempt, session.attempts[index])
 
     async def _get(self, session_id: str) -> Session:
         session = self._sessions.get(session_id)

@@ -75,7 +75,10 @@ class SqliteJournal:
     async def touch_turn(self, session_id: str, index: int, attempt: int) -> None:
         """Note that a recorded turn was served again in this attempt."""
         await self._write(
-            ("UPDATE turns SET attempt = ? WHERE session_id = ? AND turn_index = ?", (attempt, session_id, index))
+            (
+                "UPDATE turns SET attempt = max(attempt, ?) WHERE session_id = ? AND turn_index = ?",
+                (attempt, session_id, index),
+            )
         )
 
     async def set_attempt(self, session_id: str, attempt: int) -> None:

@@ -69,7 +69,7 @@ async def test_d1_a_reply_that_got_lost_is_recorded_and_served_to_the_retry(stac
     handle = await stack.open()
     stack.engine.gate = asyncio.Event()
     lost = asyncio.create_task(stack.post(handle, USER))
-    await stack.engine.await_request()
+    await stack.engine.await_requests(1)
     lost.cancel()
     await asyncio.gather(lost, return_exceptions=True)
     retry = asyncio.create_task(stack.post(handle, USER))
@@ -82,7 +82,7 @@ async def test_copies_in_flight_are_sampled_once(stack: Stack) -> None:
     handle = await stack.open()
     stack.engine.gate = asyncio.Event()
     calls = [asyncio.create_task(stack.post(handle, USER)) for _ in range(5)]
-    await stack.engine.await_request()
+    await stack.engine.await_requests(1)
     stack.engine.gate.set()
     answers = await asyncio.gather(*calls)
     assert {answer.json()["choices"][0]["message"]["content"] for answer in answers} == {"one"}
@@ -252,6 +252,24 @@ async def test_replay_serves_recorded_turns_and_trains_the_last_attempt_only(sta
     assert [turn["live"] for turn in turns] == [True, True, False, True]
 
 
+async def test_a_call_in_flight_belongs_to_its_attempt_unless_the_next_one_joins_it(stack: Stack) -> None:
+    handle = await stack.open()
+    await stack.chat(handle, {"role": "user", "content": "first"})
+    stack.engine.gate = asyncio.Event()
+    stale, joined = USER, {"role": "user", "content": "again"}
+    calls = [asyncio.create_task(stack.post(handle, message)) for message in (stale, joined)]
+    await stack.engine.await_requests(3)
+    await stack.open()
+    calls.append(asyncio.create_task(stack.post(handle, joined)))
+    await asyncio.wait(calls, timeout=0.1)
+    stack.engine.gate.set()
+    answers = [(await call).json()["everroll"]["replayed"] for call in calls]
+    assert answers == [False, False, True]
+    turns = (await stack.client.describe("s"))["turns"]
+    live = {turn["messages"][0]["content"]: turn["live"] for turn in turns}
+    assert live == {"first": False, "hi": False, "again": True}
+
+
 async def test_a_session_opened_again_without_a_turn_keeps_its_samples(stack: Stack) -> None:
     handle = await stack.open()
     await stack.chat(handle, USER)
@@ -302,7 +320,7 @@ async def test_releasing_ends_a_call_in_flight(stack: Stack) -> None:
     handle = await stack.open()
     stack.engine.gate = asyncio.Event()
     call = asyncio.create_task(stack.post(handle, USER))
-    await stack.engine.await_request()
+    await stack.engine.await_requests(1)
     await stack.client.release("s")
     assert (await call).status_code == 410
     assert await stack.num_turns() == 0

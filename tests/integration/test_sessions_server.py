@@ -91,7 +91,7 @@ async def test_a_call_in_flight_when_the_server_is_killed_is_sampled_once_more(
             return (await agent.chat.completions.create(model="m", messages=messages)).choices[0].message.content
 
         lost = asyncio.create_task(ask())
-        await engine.await_request()
+        await engine.await_requests(1)
         await asyncio.to_thread(server.kill)
         with pytest.raises(openai.APIConnectionError):
             await lost
