@@ -41,7 +41,7 @@ def configure_optimizer(optimizer: torch.optim.AdamW, train: TrainSection, step:
 
 
 def export_optimizer_state(optimizer: torch.optim.AdamW, policy: Policy) -> dict[str, Tensor]:
-    """`<parameter name>.<state name>` to tensor; empty before the first update."""
+    """`<parameter name>.<state name>` to tensor; nothing for a parameter that never had a gradient."""
     return {
         f"{name}.{key}": optimizer.state[parameter][key]
         for name, parameter in policy.named_parameters()
@@ -54,14 +54,15 @@ def import_optimizer_state(optimizer: torch.optim.AdamW, policy: Policy, tensors
     """Put exported state into a fresh optimizer over the same parameters.
 
     Raises:
-        CheckpointError: the names or shapes are not those of the policy's parameters.
+        CheckpointError: a name or shape is not that of one of the policy's parameters.
     """
-    if not tensors:
-        return
-    expected = {f"{name}.{key}" for name, _ in policy.named_parameters() for key in _STATE_NAMES}
-    if set(tensors) != expected:
-        raise CheckpointError(f"optimizer state does not fit the model: {sorted(set(tensors) ^ expected)[:4]} ...")
+    stateful = {name.rpartition(".")[0] for name in tensors}
+    unknown = stateful - {name for name, _ in policy.named_parameters()}
+    if unknown:
+        raise CheckpointError(f"optimizer state does not fit the model, which has no {sorted(unknown)[:4]}")
     for name, parameter in policy.named_parameters():
+        if name not in stateful:
+            continue  # it never had a gradient
         state = {key: tensors[f"{name}.{key}"].clone() for key in _STATE_NAMES}
         if state["exp_avg"].shape != parameter.shape:
             raise CheckpointError(f"optimizer state of {name} has shape {tuple(state['exp_avg'].shape)}")

@@ -55,7 +55,7 @@ class Trainer:
         with self._take_turn(request.train.step_timeout_seconds):
             run = self._open(Path(request.run_dir))
             version = run.latest_applied()
-            if find_checkpoint(run, newest=version) is None:
+            if not any(is_complete(run.checkpoint(step)) for step in run.checkpoint_steps()):
                 if version > 0:
                     raise CheckpointError(f"{run.root} has {version} applied steps but no complete checkpoint")
                 self._start(run, request)

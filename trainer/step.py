@@ -34,7 +34,11 @@ class Update:
     def __init__(self, rows: Sequence[Row], policy: Policy, train: TrainSection) -> None:
         budget = train.tokens_per_microbatch or policy.default_tokens_per_microbatch
         self.rows = rows
-        self.microbatches = [build_microbatch(part).to(policy.device) for part in split_rows(rows, budget)]
+        idle = [row for row in rows if row.advantage == 0.0]
+        parts = split_rows([row for row in rows if row.advantage != 0.0], budget)
+        self.num_with_gradient = len(parts)
+        """The first micro-batches; the rest have no advantage, hence no gradient, and are only measured."""
+        self.microbatches = [build_microbatch(part).to(policy.device) for part in parts + split_rows(idle, budget)]
         self.old_logprobs_N: list[Tensor] | None = None
         """One tensor per micro-batch; None while they equal the current policy's."""
 
@@ -111,8 +115,12 @@ def _apply_update(
     for index, micro in enumerate(update.microbatches):
         on_progress(f"{name} micro-batch {index + 1}/{len(update.microbatches)}")
         old_N = None if update.old_logprobs_N is None else update.old_logprobs_N[index]
-        _accumulate(state.policy, micro, old_N, train, sums)
+        with torch.set_grad_enabled(index < update.num_with_gradient):
+            _accumulate(state.policy, micro, old_N, train, sums)
     parameters = [parameter for _, parameter in state.policy.named_parameters()]
+    if update.num_with_gradient == 0:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)  # AdamW's momentum goes on, as it would after a zero gradient
     limit = train.max_grad_norm if train.max_grad_norm > 0 else float("inf")
     grad_norm = float(torch.nn.utils.clip_grad_norm_(parameters, limit))
     if not torch.isfinite(torch.tensor(grad_norm)):
@@ -127,6 +135,7 @@ def _accumulate(
     current = policy.compute_logprobs(micro)
     old_N = current.logprobs_N.detach() if old_logprobs_N is None else old_logprobs_N
     outcome = compute_policy_loss(train, micro, current.logprobs_N, old_N)
-    outcome.loss.backward()  # type: ignore[no-untyped-call]
+    if torch.is_grad_enabled():
+        outcome.loss.backward()  # type: ignore[no-untyped-call]
     trainer_N = old_N if train.old_logprobs == "trainer" else current.logprobs_N.detach()
     sums.add(micro, outcome, trainer_N, current.entropy_N)

@@ -29,6 +29,7 @@ from tests.trainer_helpers import (
     store_group,
     store_random_batch,
 )
+from trainer.__main__ import main
 from trainer.durable import check_directory
 from trainer.errors import CheckpointError, RunInUseError, StepOrderError, TrainingDataError
 from trainer.service import Trainer
@@ -292,20 +293,23 @@ def _store_sampled_batch(
     return items
 
 
-def test_one_stored_batch_can_be_trained_alone(tmp_path: Path) -> None:
-    """`python -m trainer`: the same weights as in a worker; a second call looks the step up; a bad file is an error."""
+def test_one_stored_batch_can_be_trained_alone(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`python -m trainer`: the same weights as in a worker; a second call looks the step up; errors have exit codes."""
     save_model(tmp_path / "model")
-    request = tmp_path / "request.json"
-    request.write_text(build_request(tmp_path, 1).model_dump_json())
-    command = [sys.executable, "-m", "trainer", str(request), "--threads", "1"]
+    path = tmp_path / "request.json"
+    path.write_text(build_request(tmp_path, 1).model_dump_json())
+    command = [sys.executable, "-m", "trainer", str(path), "--threads", "1"]
     first = json.loads(subprocess.run(command, capture_output=True, timeout=100, check=True).stdout)
     assert (first["step"], first["applied"]) == (1, True)
     clean = tmp_path / "clean"
     _train(_start(clean), clean, 1, 1)
     assert read_weights(tmp_path, 1) == read_weights(clean, 1)
-    again = json.loads(subprocess.run(command, capture_output=True, timeout=100, check=True).stdout)
-    assert again == {**first, "applied": False}
-    request.write_text("{}")
-    refused = subprocess.run(command, capture_output=True, timeout=100, text=True, check=False)
-    assert refused.returncode == 2
-    assert "Field required" in refused.stderr
+
+    assert main([str(path)]) == 0
+    assert json.loads(capsys.readouterr().out) == {**first, "applied": False}
+    path.write_text(build_request(tmp_path, 5).model_dump_json())
+    assert main([str(path)]) == 1
+    assert "StepOrderError: " in capsys.readouterr().err
+    path.write_text("{}")
+    assert main([str(path)]) == 2
+    assert "Field required" in capsys.readouterr().err
