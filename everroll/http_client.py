@@ -8,6 +8,7 @@ httpx's own, but maps some of aiohttp's errors onto the wrong class, or not at a
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
+from typing import NoReturn
 
 import aiohttp
 import httpx
@@ -24,7 +25,7 @@ class FaithfulTransport(httpx.AsyncBaseTransport):
         try:
             response: httpx.Response = await self._inner.handle_async_request(request)
         except Exception as error:
-            raise _map_error(error, request, reading=False) from error
+            _raise_mapped(error, request, reading=False)
         response.stream = _FaithfulStream(response.stream, request)
         return response
 
@@ -45,7 +46,7 @@ class _FaithfulStream(httpx.AsyncByteStream):
             async for chunk in self._inner:
                 yield chunk
         except Exception as error:
-            raise _map_error(error, self._request, reading=True) from error
+            _raise_mapped(error, self._request, reading=True)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -67,6 +68,13 @@ def build_http_client(
     timeout = httpx.Timeout(connect=connect_seconds, read=read_seconds, write=write_seconds, pool=pool_seconds)
     transport = FaithfulTransport(AiohttpTransport(limits=limits, trust_env=False))
     return httpx.AsyncClient(transport=transport, timeout=timeout, trust_env=False)
+
+
+def _raise_mapped(error: Exception, request: httpx.Request, reading: bool) -> NoReturn:
+    mapped = _map_error(error, request, reading)
+    if mapped is error:
+        raise error  # as its own cause it would be a cycle, which Temporal cannot encode
+    raise mapped from error
 
 
 def _map_error(error: Exception, request: httpx.Request, reading: bool) -> Exception:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from temporalio import activity
@@ -43,6 +43,7 @@ from everroll.http_client import build_http_client
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
+DATASET = DatasetRef(path="prompts.jsonl", fingerprint="f", num_prompts=100, seed=0, shuffle=False)
 Collect = Callable[[EpisodeKey], CollectResult]
 Play = Callable[[EpisodeRequest], EpisodeReport]
 
@@ -97,12 +98,19 @@ class Simulation:
     is_gated: Callable[[EpisodeKey], bool] = lambda key: True
     """Which of them."""
     train_gate: asyncio.Event | None = None
+    dataset: DatasetRef = DATASET
+    rollout_activities: list[Callable[..., object]] | None = None
+    """In place of the simulated `run_episode` and `collect_samples`."""
+    preflight: Callable[[PrepareRunRequest], Awaitable[PrepareRunResult]] | None = None
+    """The real `prepare_run`, in place of the simulated one."""
+    light_activities: list[Callable[..., object]] = field(default_factory=list)
+    """In place of the simulated ones of the same name."""
 
     @activity.defn(name=names.PREPARE_RUN)
     async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
-        return PrepareRunResult(
-            dataset=DatasetRef(path="prompts.jsonl", fingerprint="f", num_prompts=100, seed=0, shuffle=False)
-        )
+        if self.preflight is not None:
+            return await self.preflight(request)
+        return PrepareRunResult(dataset=self.dataset)
 
     @activity.defn(name=names.PREPARE_TRAINER)
     async def prepare_trainer(self, request: PrepareTrainerRequest) -> Weights:
@@ -162,21 +170,21 @@ class Simulation:
     @contextlib.asynccontextmanager
     async def workers(self, client: Client, task_queue: str) -> AsyncIterator[None]:
         """The real workflows over these activities, on all three task queues."""
-        light = [
-            self.prepare_run,
-            self.store_group,
-            self.release_sessions,
-            self.publish_weights,
-            GroupActivities(client).await_group,
-        ]
-        queues = {
-            task_queue: light,
-            names.rollout_queue(task_queue): [self.run_episode, self.collect_samples],
-            names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
+        light: dict[str, Callable[..., object]] = {
+            names.PREPARE_RUN: self.prepare_run,
+            names.STORE_GROUP: self.store_group,
+            names.RELEASE_SESSIONS: self.release_sessions,
+            names.PUBLISH_WEIGHTS: self.publish_weights,
+            names.AWAIT_GROUP: GroupActivities(client).await_group,
         }
+        light |= {replacement.__name__: replacement for replacement in self.light_activities}
         async with contextlib.AsyncExitStack() as stack:
             health = HealthActivities(client, await stack.enter_async_context(build_http_client()))
-            light += [health.await_server, health.survey_groups]
+            queues: dict[str, list[Callable[..., object]]] = {
+                task_queue: [*light.values(), health.await_server, health.survey_groups],
+                names.rollout_queue(task_queue): self.rollout_activities or [self.run_episode, self.collect_samples],
+                names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
+            }
             for queue, queue_activities in queues.items():
                 worker = Worker(
                     client,

@@ -1,0 +1,351 @@
+"""The failure boundary end to end: real workflows, episodes, collection, session server and store; real broken sockets.
+
+Only the engine's words and the trainer are simulated. The fault proxy stands between workers and the session server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+
+from activities.collection import CollectionActivities, store_group
+from activities.episodes import EpisodeActivities
+from activities.preflight import Preflight
+from activities.runs import RunActivities
+from everroll.agents import AgentClients, Episode
+from everroll.client import EverrollClient, RunFailedError
+from everroll.contracts.outcomes import SampleStatus
+from everroll.contracts.rollout import DatasetRef, EpisodeKey
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import TrainingRunResult
+from everroll.http_client import build_http_client
+from everroll.prompts import DatasetCache, load_dataset
+from everroll.sessions.client import SessionClient
+from everroll.tokens.renderer import load_renderer
+from tests.fault_proxy import FaultProxy, Kind, run_fault_proxy
+from tests.integration.test_orchestration import wait_for_status
+from tests.session_helpers import (
+    ADMIN_KEY,
+    FakeEngine,
+    Stack,
+    model_section,
+    run_fake_engine,
+    run_stack,
+    write_model_dir,
+)
+from tests.simulation import Simulation, build_spec
+
+READ_SECONDS = 1.0
+
+
+async def ask_once(episode: Episode) -> dict[str, float]:
+    """One model call; the reward depends on the member, so that groups have something to learn from."""
+    body = {"model": episode.model, "messages": episode.prompt.messages}
+    headers = {"Authorization": f"Bearer {episode.api_key}"}
+    response = await episode.http.post(f"{episode.base_url}/chat/completions", json=body, headers=headers)
+    response.raise_for_status()
+    return {"reward": episode.key.member % 2, "length": len(response.json()["choices"][0]["message"]["content"])}
+
+
+async def raise_for_group_0(episode: Episode) -> dict[str, float]:
+    result = await ask_once(episode)
+    if episode.key.group == 0:
+        raise KeyError("tool")
+    return result
+
+
+async def never_return(episode: Episode) -> float:
+    if (episode.key.group, episode.key.member, episode.key.attempt) == (0, 1, 0):
+        await asyncio.sleep(3600)
+    return (await ask_once(episode))["reward"]
+
+
+async def call_nothing(episode: Episode) -> float:
+    return 1.0
+
+
+async def return_text(episode: Episode) -> Any:
+    return "0.5" if episode.key.attempt == 0 else (await ask_once(episode))["reward"]
+
+
+async def hide_failure(episode: Episode) -> float:
+    """An agent that takes every error for a bad answer."""
+    try:
+        return (await ask_once(episode))["reward"]
+    except httpx.HTTPError:
+        return 0.0
+
+
+@dataclass
+class World:
+    """Everything that a run of this module touches."""
+
+    client: EverrollClient
+    stack: Stack
+    proxy: FaultProxy
+    engine: FakeEngine
+    simulation: Simulation
+    spec: Callable[..., RunSpec]
+    runs: RunActivities
+
+    async def run(self, spec: RunSpec) -> TrainingRunResult:
+        await self.client.start(spec)
+        return await asyncio.wait_for(self.client.result(spec.run.name), 90)
+
+    def trained_groups(self) -> list[list[int]]:
+        return [[item.group for item in request.batch] for request in self.simulation.trained]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_dir(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+async def world(
+    client: EverrollClient, run_name: str, task_queue: str, model_dir: Path, tmp_path: Path
+) -> AsyncIterator[World]:
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"text": f"prompt {n}"}) + "\n" for n in range(20)))
+    fingerprint = load_dataset(prompts).fingerprint
+    dataset = DatasetRef(path=str(prompts), fingerprint=fingerprint, num_prompts=20, seed=0, shuffle=False)
+    renderer = load_renderer(model_section(model_dir))
+    async with contextlib.AsyncExitStack() as resources:
+        engine = await resources.enter_async_context(run_fake_engine("hello there"))
+        stack = await resources.enter_async_context(
+            run_stack(renderer, model_dir, tmp_path / "journal.sqlite", [engine])
+        )
+        proxy = await resources.enter_async_context(run_fault_proxy(stack.client.base_url))
+        http = await resources.enter_async_context(build_http_client(read_seconds=READ_SECONDS, connect_seconds=1))
+        engine_session = await resources.enter_async_context(aiohttp.ClientSession())
+        episodes = EpisodeActivities(AgentClients(http), DatasetCache(), ADMIN_KEY)
+        collection = CollectionActivities(http, ADMIN_KEY)
+        runs = RunActivities(Preflight(http, engine_session, ADMIN_KEY))
+        simulation = Simulation(
+            dataset=dataset,
+            rollout_activities=[episodes.run_episode, collection.collect_samples],
+            light_activities=[store_group, collection.release_sessions],
+        )
+        # The engine says that it serves the newest weights, whichever they are.
+        engine.weight_version = 100
+
+        def spec(agent: str = "ask_once", **overrides: dict[str, object]) -> RunSpec:
+            rollout = {
+                "agent": {"function": f"{__name__}:{agent}"},
+                "collect_attempts": 1,
+                "refill_backoff_seconds": 0.1,
+                **overrides.pop("rollout", {}),
+            }
+            services = {
+                "session_url": proxy.url,
+                "engine_urls": [engine.base_url],
+                "store_url": str(tmp_path / "store"),
+                **overrides.pop("services", {}),
+            }
+            model = {"path": str(model_dir)}
+            data = {"path": str(prompts)}
+            return build_spec(
+                run_name, task_queue, rollout=rollout, services=services, model=model, data=data, **overrides
+            )
+
+        await resources.enter_async_context(simulation.workers(client.temporal, task_queue))
+        yield World(client, stack, proxy, engine, simulation, spec, runs)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind.RESET_BEFORE_SERVER,
+        Kind.RESET_AFTER_SERVER,
+        Kind.RESET_IN_HEADERS,
+        Kind.RESET_IN_BODY,
+        Kind.HALF_CLOSE,
+        Kind.CLOSE_QUIETLY,
+        Kind.STALL,
+        Kind.STALL_IN_BODY,
+    ],
+)
+async def test_one_broken_collection_costs_one_sample(world: World, kind: Kind) -> None:
+    """A1, A2, B1: that sample is aborted and only its member is played again; everything else is trained."""
+    fault = world.proxy.fault(kind, "/samples")
+    result = await world.run(world.spec())
+    assert len(fault.hits) == 1
+    assert result.steps == 2
+    assert sum(result.unusable_episodes.values()) == 1
+    cause = "timeout" if kind in (Kind.STALL, Kind.STALL_IN_BODY) else "transport"
+    assert result.unusable_episodes == {cause: 1}
+    assert result.dropped_groups == {}
+    assert world.trained_groups() == [[0, 1], [2, 3]]
+
+
+async def test_one_broken_session_start_costs_one_sample(world: World) -> None:
+    """A6: creating a session has the same policy as collecting from it."""
+    fault = world.proxy.fault(Kind.STALL, "/sessions", "POST")
+    result = await world.run(world.spec())
+    assert fault.hits == ["POST /sessions"]
+    assert result.unusable_episodes == {"timeout": 1}
+    assert world.trained_groups() == [[0, 1], [2, 3]]
+
+
+async def test_a_retry_heals_a_broken_call(world: World) -> None:
+    world.proxy.fault(Kind.RESET_IN_BODY, "/samples", times=2)
+    world.proxy.fault(Kind.CLOSE_QUIETLY, "/sessions", "POST", times=1)
+    result = await world.run(world.spec(rollout={"collect_attempts": 3}))
+    assert result.unusable_episodes == {}
+
+
+async def test_eight_groups_of_eight_with_one_reset(world: World) -> None:
+    world.proxy.fault(Kind.RESET_IN_BODY, "/samples")
+    spec = world.spec(run={"num_steps": 1}, rollout={"groups_per_step": 8, "episodes_per_group": 8})
+    result = await world.run(spec)
+    assert result.unusable_episodes == {"transport": 1}
+    assert world.trained_groups() == [list(range(8))]
+    status = (await world.client.status(spec.run.name)).status
+    assert status is not None
+    assert status.num_episodes == 65
+    assert status.last_cause is not None
+    assert status.last_cause.error == "RemoteProtocolError"
+    assert status.last_cause.server == world.proxy.url
+
+
+@pytest.mark.parametrize(("path", "method"), [("/samples", "POST"), ("/sessions", "POST")])
+async def test_one_500_fails_the_run_after_one_attempt(world: World, path: str, method: str) -> None:
+    """A5, F3."""
+    fault = world.proxy.fault(Kind.ANSWER, path, method, times=-1, status=500, body=b"broken token invariant at 7")
+    spec = world.spec(rollout={"groups_per_step": 1, "episodes_per_group": 2, "collect_attempts": 3})
+    with pytest.raises(RunFailedError) as caught:
+        await world.run(spec)
+    hits = [hit for hit in fault.hits if "chat" not in hit]
+    assert len(hits) <= 2, "one attempt per member"
+    text = str(caught.value)
+    assert text.startswith("RuntimeError: POST http://127.0.0.1:")
+    assert "answered 500: broken token invariant at 7" in text
+    view = await world.client.status(spec.run.name)
+    assert view.state == "failed"
+    assert view.failure is not None
+    assert "answered 500: broken token invariant at 7" in view.failure
+    assert world.simulation.trained == []
+
+
+@pytest.mark.parametrize("kind", [Kind.CORRUPT, Kind.BAD_GZIP])
+async def test_a_corrupt_body_is_terminal(world: World, kind: Kind) -> None:
+    """A10."""
+    world.proxy.fault(kind, "/samples")
+    with pytest.raises(RunFailedError, match="BadAnswerError"):
+        await world.run(world.spec())
+    assert world.simulation.trained == []
+
+
+async def test_a_wrong_scheme_is_terminal(world: World) -> None:
+    """A9."""
+    spec = world.spec(services={"session_url": world.proxy.url.replace("http://", "htp://")})
+    with pytest.raises(RunFailedError, match="ConfigurationError: UnsupportedProtocol"):
+        await world.run(spec)
+
+
+async def test_an_agent_that_raises_is_contained(world: World) -> None:
+    """A7: its samples are collected all the same, its group is dropped, nothing is trained as reward 0."""
+    result = await world.run(world.spec("raise_for_group_0", rollout={"max_refills": 1}))
+    assert result.dropped_groups == {"agent": 1}
+    assert result.unusable_episodes == {"agent": 4}
+    assert world.trained_groups() == [[1, 2], [3, 4]]
+    assert sum("/samples" in request and "-0-" in request for request in world.proxy.requests) >= 4
+
+
+async def test_a_deadline_ends_an_agent_that_never_returns(world: World) -> None:
+    """B3."""
+    result = await world.run(world.spec("never_return", rollout={"episode_timeout_seconds": 1.5}))
+    assert result.unusable_episodes == {"deadline": 1}
+    assert world.trained_groups() == [[0, 1], [2, 3]]
+
+
+async def test_no_model_call_is_no_verdict(world: World) -> None:
+    """A8 with a reward out of thin air."""
+    spec = world.spec("call_nothing", rollout={"max_refills": 0, "max_empty_rounds": 1})
+    with pytest.raises(RunFailedError, match=r"(?s)NoProgressError.*no_records"):
+        await world.run(spec)
+    assert world.simulation.trained == []
+
+
+async def test_a_reward_that_is_text_is_refused(world: World) -> None:
+    """E2."""
+    result = await world.run(world.spec("return_text"))
+    assert result.unusable_episodes == {"agent": 8}
+    assert result.dropped_groups == {}
+
+
+async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
+    """E1: the agent hides the 503 and returns 0; the session knows better."""
+    world.engine.status = 503
+    spec = world.spec(
+        "hide_failure", rollout={"max_refills": 0, "max_empty_rounds": 1, "groups_per_step": 1}, run={"num_steps": 1}
+    )
+    with pytest.raises(RunFailedError, match=rf"(?s)NoProgressError.*transport.*{world.engine.base_url}"):
+        await world.run(spec)
+    assert world.simulation.trained == []
+
+
+async def test_the_input_of_an_aborted_sample_is_left_alone(world: World) -> None:
+    """A1: the aborted one is a copy; collecting again from the same session gives the sample after all."""
+    world.proxy.fault(Kind.RESET_AFTER_SERVER, "/samples", times=-1)
+    spec = world.spec(run={"num_steps": 1}, rollout={"on_unusable": "drop", "max_empty_rounds": 1})
+    with pytest.raises(RunFailedError, match="NoProgressError"):
+        await world.run(spec)
+    key = EpisodeKey(run=spec.run.name, group=0, member=0)
+    async with build_http_client() as http:
+        collected = await SessionClient(http, world.stack.client.base_url, ADMIN_KEY).collect(key.session_id, None, {})
+    assert hasattr(collected, "sample_set")
+    assert collected.sample_set.samples[0].status is SampleStatus.COMPLETED
+
+
+async def test_releasing_fails_without_consequence(world: World) -> None:
+    """F4: release comes after the samples are stored; its failure is a warning."""
+    world.proxy.fault(Kind.ANSWER, "/sessions", "DELETE", times=-1, status=500)
+    result = await world.run(world.spec())
+    assert result.steps == 2
+    assert result.dropped_groups == {}
+
+
+async def test_preflight_names_a_server_that_is_not_there(world: World) -> None:
+    """A3: no episode starts; the URL is named within seconds."""
+    world.simulation.preflight = world.runs.prepare_run
+    await world.proxy.refuse()
+    spec = world.spec()
+    started = time.monotonic()
+    with pytest.raises(
+        RunFailedError, match=rf"(?s)ConfigurationError.*session server {world.proxy.url}: ConnectError"
+    ):
+        await world.run(spec)
+    assert time.monotonic() - started < 20
+    assert not any("POST /sessions" in request for request in world.proxy.requests)
+
+
+async def test_a_session_server_that_dies_and_comes_back(world: World) -> None:
+    """A4: paused within the budget, and on by itself; nothing is trained twice or from nothing."""
+    budget = {"window": 8, "max_share": 0.5, "probe_seconds": 0.1}
+    spec = world.spec(run={"num_steps": 4}, rollout={"abort_budget": budget, "max_refills": 20})
+    await world.client.start(spec)
+    await wait_for_status(world.client, spec.run.name, lambda view: view.status is not None and view.status.step >= 1)
+    await world.proxy.refuse()
+    view = await wait_for_status(
+        world.client, spec.run.name, lambda view: view.status is not None and view.status.pause is not None
+    )
+    assert view.status is not None
+    assert view.status.pause is not None
+    assert world.proxy.url in view.status.pause.message
+    await world.proxy.listen()
+    result = await asyncio.wait_for(world.client.result(spec.run.name), 60)
+    assert result.steps == 4
+    assert result.dropped_groups == {}
+    groups = [group for batch in world.trained_groups() for group in batch]
+    assert groups == list(range(8))
