@@ -138,6 +138,22 @@ async def test_deterministic_results_do_not_depend_on_the_batch_bit_for_bit(arch
     check_logprobs(Reference(checkpoint), requests, alone)
 
 
+async def test_deterministic_turns_do_not_depend_on_what_the_engine_remembers(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "model")
+    prompt = [index % VOCAB_SIZE for index in range(100)]
+    with running_engine(checkpoint, deterministic=True) as url:
+        async with engine_client(url) as engine:
+            first = await engine.generate(GenerateRequest("turn1", prompt, 60, seed=1))
+            follow_up = GenerateRequest("turn2", [*prompt, *first.token_ids, 5, 6], 30, seed=2)
+            remembered = await engine.generate(follow_up)
+    with running_engine(checkpoint, deterministic=True) as url:
+        async with engine_client(url) as engine:
+            fresh = await engine.generate(follow_up)
+    assert remembered.num_cached_tokens > fresh.num_cached_tokens == 0
+    assert remembered.token_ids == fresh.token_ids
+    assert remembered.logprobs == fresh.logprobs
+
+
 async def test_stop_tokens_end_a_completion_and_belong_to_it(url: str) -> None:
     async with engine_client(url) as engine:
         free = await engine.generate(GenerateRequest("free", [1, 2, 3], 30, seed=9))
