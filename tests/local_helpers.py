@@ -71,7 +71,9 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.02)
 
 
-def wait_for_state(directory: StackDirectory, condition: Callable[[StackState], bool]) -> StackState:
+def wait_for_state(
+    directory: StackDirectory, condition: Callable[[StackState], bool], seconds: float = 30.0
+) -> StackState:
     """The first state in the state file that meets the condition."""
     found: list[StackState] = []
 
@@ -81,7 +83,7 @@ def wait_for_state(directory: StackDirectory, condition: Callable[[StackState], 
             found.append(state)
         return bool(found)
 
-    wait_for(look)
+    wait_for(look, seconds)
     return found[0]
 
 

@@ -143,7 +143,8 @@ class Demo:
         print_end(self.console, view)
         verdict = judge_rewards([record.mean_reward for record in progress.ordered_steps])
         passed = verdict.passed and view.state == "completed"
-        self.console.print(("The reward rose: " if verdict.passed else "The reward did not rise: ") + verdict.text)
+        opening = "The reward rose" if verdict.passed else "The reward did not rise as it should"
+        self.console.print(f"{opening}: {verdict.text}", soft_wrap=True)
         self.console.print()
         self.console.print(f"checkpoints and metrics  {self.home / 'runs' / self.name}", soft_wrap=True)
         self.console.print(f"logs                     {self.home / 'logs'}", soft_wrap=True)
