@@ -39,8 +39,8 @@ def wait_until_healthy(directory: StackDirectory) -> StackState:
 def test_demo_learns_though_the_rollout_worker_is_killed(tmp_path: Path) -> None:
     with demo(tmp_path) as (process, directory):
         state = wait_until_healthy(directory)
-        weights = directory.root / "runs" / directory.root.name / "weights" / "step_000002"
-        wait_for(weights.exists, seconds=200)
+        second_step = directory.root / "runs" / directory.root.name / "steps" / "step_000002.json"
+        wait_for(second_step.exists, seconds=200)
         kill(process_of(state, "worker-rollout"))
         output, _ = process.communicate(timeout=800)
     assert process.returncode == 0, output
