@@ -51,11 +51,15 @@ class CollectionActivities:
                 return CollectResult(key=key, status=SampleStatus.ABORTED, cause=error.cause)
             if isinstance(collected, EmptySamples):
                 cause = Cause(kind=collected.cause_kind, message=collected.text)
-                return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause)
+                trouble = collected.engine_trouble
+                return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause, engine_cause=trouble)
             progress.report("storing")
             blob = await asyncio.to_thread(_store_samples, request, collected)
         return CollectResult(
-            key=key, status=_summarize_status(collected.sample_set), samples=_build_ref(blob, collected.sample_set)
+            key=key,
+            status=_summarize_status(collected.sample_set),
+            samples=_build_ref(blob, collected.sample_set),
+            engine_cause=collected.engine_trouble,
         )
 
     @activity.defn(name=names.RELEASE_SESSIONS)

@@ -46,6 +46,9 @@ SEARCH_STEP = "EverrollStep"
 SEARCH_PHASE = "EverrollPhase"
 SEARCH_REWARD = "EverrollReward"
 
+# Header of the answer to `POST /sessions/{id}/samples`: a Cause, while the latest model call failed in the engines
+ENGINE_TROUBLE_HEADER = "x-everroll-engine-trouble"
+
 DEFAULT_TASK_QUEUE = "everroll"
 
 

@@ -34,6 +34,8 @@ class CauseKind(StrEnum):
     """A connection was refused, broken or lost."""
     TIMEOUT = "timeout"
     """A server did not answer in time."""
+    ENGINE = "engine"
+    """No engine answered the session's last model call, or what it answered was broken."""
     NO_RECORDS = "no_records"
     """The agent made no model call."""
     ALL_TRUNCATED = "all_truncated"

@@ -108,7 +108,7 @@ class AbortBudgetSpec(Spec):
     dead_seconds: Seconds = 60.0
     """Aborts that name one server, over so long and without one success in between, exceed the budget too."""
     on_exceeded: Literal["pause", "fail"] = "pause"
-    """`pause`: start nothing new, go on when the server answers again, or on `everroll resume`. `fail`: fail at once."""
+    """`pause`: start nothing new until the server answers again, or `everroll resume`. `fail`: fail at once."""
     probe_seconds: Seconds = 2.0
     """Time between two probes of the server while paused."""
     max_pause_seconds: Seconds = 7 * 24 * 3600.0

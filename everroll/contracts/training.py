@@ -12,7 +12,6 @@ from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
 from everroll.contracts.spec import ModelSection, RunSpec, TrainSection
 
-
 MAX_RECENT_STEPS = 50
 
 

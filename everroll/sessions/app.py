@@ -26,6 +26,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from everroll.contracts.base import Spec
+from everroll.contracts.names import ENGINE_TROUBLE_HEADER
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.core import SessionCore
 from everroll.sessions.errors import (
@@ -103,10 +104,16 @@ class SessionApp:
     async def samples(self, request: Request) -> Response:
         self._admit_admin(request)
         body = _validate(SamplesBody, await self._read_object(request, empty_is_object=True))
-        collected = await self.core.collect(request.path_params["session_id"], body.max_seq_len, body.metadata)
+        session_id = request.path_params["session_id"]
+        trouble = await self.core.engine_trouble(session_id)
+        collected = await self.core.collect(session_id, body.max_seq_len, body.metadata)
         if isinstance(collected, NothingToTrain):
-            return _json({"num_samples": 0, "cause": collected.cause.value, "message": collected.message})
-        return Response(collected, media_type=SAMPLES_MEDIA_TYPE)
+            response = _json({"num_samples": 0, "cause": collected.cause.value, "message": collected.message})
+        else:
+            response = Response(collected, media_type=SAMPLES_MEDIA_TYPE)
+        if trouble is not None:
+            response.headers[ENGINE_TROUBLE_HEADER] = trouble.model_dump_json(ensure_ascii=True)
+        return response
 
     async def describe(self, request: Request) -> Response:
         self._admit_admin(request)

@@ -12,7 +12,8 @@ from urllib.parse import quote
 
 import httpx
 
-from everroll.contracts.outcomes import BadAnswerError, CauseKind
+from everroll.contracts.names import ENGINE_TROUBLE_HEADER
+from everroll.contracts.outcomes import BadAnswerError, Cause, CauseKind
 from everroll.contracts.spec import SamplingSpec
 from everroll.failures import parse_json, raise_for_status
 from everroll.tokens.samples import MalformedSamplesError, SampleSet, decode_samples
@@ -37,6 +38,8 @@ class CollectedSamples:
 
     body: bytes = field(repr=False)
     sample_set: SampleSet
+    engine_trouble: Cause | None = None
+    """Set when the session's latest model call failed in the engines."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,7 @@ class EmptySamples:
 
     cause_kind: CauseKind
     text: str
+    engine_trouble: Cause | None = None
 
 
 class SessionClient:
@@ -75,7 +79,7 @@ class SessionClient:
         samples = decode_samples(response.content)
         if samples.session_id != session_id:
             raise MalformedSamplesError(f"asked for session {session_id}, got samples of {samples.session_id!r:.200}")
-        return CollectedSamples(response.content, samples)
+        return CollectedSamples(response.content, samples, _parse_trouble(response))
 
     async def release(self, session_id: str) -> None:
         """Release the session; released and unknown ones are no error."""
@@ -105,4 +109,14 @@ def _parse_empty(response: httpx.Response) -> EmptySamples:
     kind = next((kind for kind in kinds if kind.value == answer.get("cause")), None)
     if answer.get("num_samples") != 0 or kind is None:
         raise BadAnswerError(f"{response.request.method} {response.request.url} answered {answer!r:.200}")
-    return EmptySamples(kind, str(answer.get("message", "")))
+    return EmptySamples(kind, str(answer.get("message", "")), _parse_trouble(response))
+
+
+def _parse_trouble(response: httpx.Response) -> Cause | None:
+    text = response.headers.get(ENGINE_TROUBLE_HEADER)
+    if text is None:
+        return None
+    try:
+        return Cause.model_validate_json(text)
+    except ValueError as error:
+        raise BadAnswerError(f"header {ENGINE_TROUBLE_HEADER} holds no cause: {text!r:.200}") from error

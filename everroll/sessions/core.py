@@ -19,12 +19,14 @@ from dataclasses import dataclass
 from typing import Any
 from weakref import WeakValueDictionary
 
+from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.errors import (
     AssemblyError,
     BadRequestError,
     ConflictError,
     EngineAwayError,
+    EngineFailureError,
     ReleasedSessionError,
     UnknownSessionError,
 )
@@ -34,6 +36,7 @@ from everroll.sessions.turns import ChatRequest, RequestKeys, TurnMaker, compute
 from everroll.tokens.assembly import NothingToTrain, assemble_samples
 from everroll.tokens.samples import MalformedSamplesError, encode_samples
 
+_MAX_TROUBLE = 1000
 _SESSION_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
 
 
@@ -97,6 +100,7 @@ class SessionCore:
         keys = compute_keys(request)
         recorded = session.by_request.get(keys.request_key)
         if recorded is not None:
+            session.engine_trouble = None
             await self._touch(session, recorded)
             return TurnAnswer(session.turns[recorded], session.record.sampling, replayed=True)
         flight = (session_id, keys.request_key)
@@ -107,7 +111,12 @@ class SessionCore:
             task = asyncio.create_task(self._make_turn(session, request, keys))
             self._in_flight[flight] = task
             task.add_done_callback(lambda done: self._land(flight, done))
-        turn = await self._wait_for(self._in_flight[flight], session)
+        try:
+            turn = await self._wait_for(self._in_flight[flight], session)
+        except EngineFailureError as error:
+            session.engine_trouble = _build_trouble(error)
+            raise
+        session.engine_trouble = None
         if joined:
             await self._touch(session, turn.index)
         return TurnAnswer(turn, session.record.sampling, replayed=joined)
@@ -133,6 +142,14 @@ class SessionCore:
             return await asyncio.to_thread(assemble)  # long conversations must not hold up other sessions
         except MalformedSamplesError as error:
             raise AssemblyError(str(error)) from error
+
+    async def engine_trouble(self, session_id: str) -> Cause | None:
+        """How the latest model call failed in the engines, unless a later one succeeded.
+
+        Raises:
+            UnknownSessionError: no such session.
+        """
+        return (await self._get(session_id)).engine_trouble
 
     async def release(self, session_id: str) -> None:
         """Refuse further turns, free memory, keep journal and digest. Unknown and released sessions are left alone."""
@@ -258,6 +275,12 @@ class SessionCore:
 
     def _lock(self, session_id: str) -> asyncio.Lock:
         return self._locks.setdefault(session_id, asyncio.Lock())
+
+
+def _build_trouble(error: EngineFailureError) -> Cause:
+    return Cause(
+        kind=CauseKind.ENGINE, error=type(error).__name__, message=str(error)[:_MAX_TROUBLE], server=error.engine_url
+    )
 
 
 def _refuse_released(record: SessionRecord) -> None:

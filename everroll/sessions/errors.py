@@ -12,8 +12,9 @@
       TokenInvariantError    500     no: a bug in Everroll or in a chat renderer
       JournalError           500     yes: the journal could not be written; nothing was answered
       UnexpectedError        500     no: any other exception, a bug
-      BrokenAnswerError      502     maybe: the engine's answer is malformed; nothing was recorded
-      EngineAwayError        503     yes: every engine is away or aborted the call; nothing was recorded
+      EngineFailureError             no engine gave a usable answer
+        BrokenAnswerError    502     maybe: the engine's answer is malformed; nothing was recorded
+        EngineAwayError      503     yes: every engine is away or aborted the call; nothing was recorded
 
 `everroll.sessions.app` maps them onto answers, in one handler.
 """
@@ -85,11 +86,19 @@ class UnexpectedError(SessionError):
     kind = "unexpected_error"
 
 
-class BrokenAnswerError(SessionError):
+class EngineFailureError(SessionError):
+    """No engine gave a usable answer: whatever the agent makes of that is no verdict on the model."""
+
+    def __init__(self, message: str, engine_url: str | None = None) -> None:
+        super().__init__(message)
+        self.engine_url = engine_url
+
+
+class BrokenAnswerError(EngineFailureError):
     status = 502
     kind = "broken_engine_answer"
 
 
-class EngineAwayError(SessionError):
+class EngineAwayError(EngineFailureError):
     status = 503
     kind = "engine_away"

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from everroll.contracts.outcomes import Cause
 from everroll.contracts.spec import SamplingSpec
 from everroll.tokens.assembly import TurnTokens
 from everroll.tokens.renderer import Message, Tool
@@ -68,6 +69,8 @@ class Session:
     attempts: dict[int, int] = field(default_factory=dict)
     """Turn index to the latest attempt in which the turn was sampled or served again."""
     next_index: int = 0
+    engine_trouble: Cause | None = None
+    """Set while the latest model call failed in the engines; kept in memory only."""
     by_request: dict[bytes, int] = field(default_factory=dict)
     by_history: dict[bytes, list[int]] = field(default_factory=dict)
 

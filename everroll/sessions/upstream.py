@@ -52,11 +52,11 @@ class Upstream:
                 away.append(str(error))
             except EngineAnswerError as error:
                 self.failures[type(error).__name__] += 1
-                raise BrokenAnswerError(str(error)) from error
+                raise BrokenAnswerError(str(error), engine.base_url) from error
             except EngineRejectedError as error:
                 self.failures[type(error).__name__] += 1
                 raise BadRequestError(f"the engine refused the request: {error}") from error
-        raise EngineAwayError("; ".join(away))
+        raise EngineAwayError("; ".join(away), self.engines[first].base_url)
 
 
 def _check_completion(completion: Completion) -> None:

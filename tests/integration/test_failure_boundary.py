@@ -290,7 +290,7 @@ async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
     spec = world.spec(
         "hide_failure", rollout={"max_refills": 0, "max_empty_rounds": 1, "groups_per_step": 1}, run={"num_steps": 1}
     )
-    with pytest.raises(RunFailedError, match=rf"(?s)NoProgressError.*transport.*{world.engine.base_url}"):
+    with pytest.raises(RunFailedError, match=rf"(?s)NoProgressError.*engine.*{world.engine.base_url}"):
         await world.run(spec)
     assert world.simulation.trained == []
 
