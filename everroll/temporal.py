@@ -63,4 +63,3 @@ def _configure_runner(runner: WorkflowRunner | None) -> WorkflowRunner:
         raise TypeError(f"Everroll's workflows run in the sandbox, not in {runner!r}")
     restrictions: SandboxRestrictions = runner.restrictions.with_passthrough_modules(*_PASSED_THROUGH)
     return dataclasses.replace(runner, restrictions=restrictions)
-

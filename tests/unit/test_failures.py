@@ -136,7 +136,7 @@ def test_subclasses_follow_their_parents() -> None:
 
 def test_timeouts_of_the_standard_library_and_engines_that_are_away_are_transient() -> None:
     assert classify(TimeoutError()).cause_kind is TIMEOUT
-    assert classify(asyncio.TimeoutError()).cause_kind is TIMEOUT
+    assert classify(TimeoutError()).cause_kind is TIMEOUT
     assert classify(EngineUnavailableError("GET", "http://x", "away")).cause_kind is TRANSPORT
 
 
