@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from everroll.engines.embedded.prefix_cache import PrefixCache
 from everroll.engines.embedded.scheduler import BatchLimits, Move, Scheduler
 from everroll.engines.embedded.sequence import Finish, FinishKind, SamplingParams, Sequence
@@ -67,11 +65,6 @@ def test_a_long_request_at_the_head_is_not_overtaken() -> None:
     scheduler.add(make_sequence(8, first=400))
     assert len(scheduler.admit()) == 1
     assert scheduler.admit() == []
-
-
-@pytest.mark.parametrize(("num_tokens", "fits"), [(512, True), (513, False)])
-def test_what_can_never_fit(num_tokens: int, fits: bool) -> None:
-    assert make_scheduler().can_ever_fit(num_tokens) is fits
 
 
 def test_a_prompt_of_one_token_needs_no_prefill() -> None:

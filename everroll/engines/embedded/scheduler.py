@@ -29,7 +29,7 @@ class BatchLimits:
     max_context: int
     """Longest sequence."""
     max_kv_tokens: int
-    """Rows times the room of each row must stay within this."""
+    """Rows times the room of each row must stay within this. One row of `max_context` must fit, or it waits for ever."""
     key_step: int = 32
     """Keys attended to are rounded up to a multiple of this."""
     chunk_tokens: int = 1024
@@ -201,10 +201,6 @@ class Scheduler:
     def row_tokens(self) -> int:
         """Room that each row must have now: for the longest that any running sequence can become."""
         return self._round_room(max((sequence.max_tokens for sequence in self.running), default=0))
-
-    def can_ever_fit(self, num_tokens: int) -> bool:
-        """Whether a sequence of this length fits when it is alone."""
-        return num_tokens <= self._limits.max_context and self._round_room(num_tokens) <= self._limits.max_kv_tokens
 
     def _fits(self, sequence: Sequence) -> bool:
         num_rows = len(self.running) + 1
