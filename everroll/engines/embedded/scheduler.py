@@ -29,7 +29,7 @@ class BatchLimits:
     max_context: int
     """Longest sequence."""
     max_kv_tokens: int
-    """Rows times the room of each row must stay within this. One row of `max_context` must fit, or it waits for ever."""
+    """Rows times the room of each row must stay within this. One row of `max_context` must fit, or it never starts."""
     key_step: int = 32
     """Keys attended to are rounded up to a multiple of this."""
     chunk_tokens: int = 1024
