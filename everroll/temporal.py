@@ -11,7 +11,14 @@ from temporalio.contrib.pydantic import PydanticPayloadConverter
 from temporalio.converter import DataConverter, PayloadCodec
 from temporalio.exceptions import ApplicationError
 from temporalio.plugin import SimplePlugin
-from temporalio.runtime import LogForwardingConfig, LoggingConfig, Runtime, TelemetryConfig, TelemetryFilter
+from temporalio.runtime import (
+    LogForwardingConfig,
+    LoggingConfig,
+    PrometheusConfig,
+    Runtime,
+    TelemetryConfig,
+    TelemetryFilter,
+)
 from temporalio.worker import WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
@@ -39,13 +46,17 @@ class PayloadGuard(PayloadCodec):
         return list(payloads)
 
 
-def install_runtime() -> None:
-    """Send the SDK core's own log to Python's logging: by itself it writes to standard output.
+def install_runtime(metrics_address: str | None = None) -> None:
+    """Send the SDK core's own log to Python's logging (by itself it writes to standard output), and serve metrics.
 
-    Call once, in `main()`, before the first client is made.
+    Call once, in `main()`, before the first client is made. `metrics_address` is `host:port` for Prometheus to scrape:
+    the SDK's metrics and Everroll's, at `/metrics`.
     """
     forwarding = LogForwardingConfig(logger=logging.getLogger("temporal_core"))
-    telemetry = TelemetryConfig(logging=LoggingConfig(filter=TelemetryFilter("WARN", "ERROR"), forwarding=forwarding))
+    telemetry = TelemetryConfig(
+        logging=LoggingConfig(filter=TelemetryFilter("WARN", "ERROR"), forwarding=forwarding),
+        metrics=PrometheusConfig(bind_address=metrics_address) if metrics_address else None,
+    )
     Runtime.set_default(Runtime(telemetry=telemetry), error_if_already_set=False)
 
 

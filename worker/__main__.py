@@ -62,13 +62,13 @@ def main() -> int:
     parser.add_argument("role", type=Role, choices=list(Role), help="workflows, rollout or trainer")
     arguments = parser.parse_args()
     configure_logging(f"worker-{arguments.role.value}")
-    install_runtime()
     check_root()
     try:
         settings = load_settings()
     except ValidationError as error:
         print(f"worker: the environment is not valid: {error}", file=sys.stderr)
         return 2
+    install_runtime(settings.metrics_address)
     try:
         asyncio.run(serve(arguments.role, settings))
     except ConnectionError as error:

@@ -37,6 +37,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
     from workflows.calls import RunCalls
     from workflows.ledger import Ledger
+    from workflows.metrics import RunMetrics
     from workflows.pausing import PauseControl
     from workflows.presentation import build_search_attributes, render_details, update_search_attributes
 
@@ -61,6 +62,7 @@ class TrainingRun:
         self.closing = False
         self.num_settled = 0
         self.calls = RunCalls(self.spec)
+        self.metrics = RunMetrics(self.spec.run.name)
 
     @workflow.run
     async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
@@ -206,6 +208,7 @@ class TrainingRun:
 
     def _settle(self, result: GroupResult) -> None:
         self.ledger.settle(result)
+        self.metrics.count_group(result)
         self.num_settled += 1
         self.survey = None
         if result.report is not None:
@@ -333,7 +336,9 @@ class TrainingRun:
         self._show()
 
     def _show(self) -> None:
-        workflow.set_current_details(render_details(self.status()))
+        status = self.status()
+        self.metrics.show(status)
+        workflow.set_current_details(render_details(status))
 
     def _build_result(self) -> TrainingRunResult:
         return TrainingRunResult(

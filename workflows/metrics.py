@@ -1,0 +1,40 @@
+"""Counters and gauges of a run, for Prometheus (workers export them; see docs/operations.md). Safe on replay."""
+
+from __future__ import annotations
+
+from temporalio import workflow
+
+with workflow.unsafe.imports_passed_through():
+    from everroll.contracts.rollout import GroupResult
+    from everroll.contracts.training import RunStatus
+
+
+class RunMetrics:
+    """Metrics of one run; every series carries its name."""
+
+    def __init__(self, run: str) -> None:
+        meter = workflow.metric_meter().with_additional_attributes({"run": run})
+        self._groups = meter.create_counter("everroll_groups_settled", "Groups, by fate and cause")
+        self._episodes = meter.create_counter("everroll_episodes_played", "Episodes played, refills included")
+        self._unusable = meter.create_counter("everroll_episodes_unusable", "Aborted and failed episodes, by cause")
+        self._tokens = meter.create_counter("everroll_sampled_tokens", "Tokens sampled in collected episodes")
+        self._step = meter.create_gauge("everroll_step", "Optimizer steps applied and published")
+        self._reward = meter.create_gauge_float("everroll_reward", "Mean reward of the last step")
+        self._in_flight = meter.create_gauge("everroll_groups_in_flight", "Groups started and not settled")
+        self._paused = meter.create_gauge("everroll_paused", "1 while the run is paused")
+
+    def count_group(self, result: GroupResult) -> None:
+        fate = "dropped" if result.dropped else "ready"
+        cause = result.dropped.kind.value if result.dropped else ""
+        self._groups.add(1, {"fate": fate, "cause": cause})
+        self._episodes.add(result.num_episodes)
+        self._tokens.add(result.num_sampled_tokens)
+        for kind, count in result.unusable.items():
+            self._unusable.add(count, {"cause": kind})
+
+    def show(self, status: RunStatus) -> None:
+        self._step.set(status.step)
+        self._in_flight.set(len(status.groups_in_flight))
+        self._paused.set(0 if status.pause is None else 1)
+        if status.mean_reward is not None:
+            self._reward.set(status.mean_reward)
