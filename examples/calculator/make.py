@@ -19,14 +19,11 @@ from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 from examples.calculator.task import draw_demonstration, draw_problem
 from examples.calculator.tokenizer import train_tokenizer
 from examples.calculator.tools import TOOLS
-from examples.calculator.warmup import build_renderer, encode_demonstration, warm_up
+from examples.calculator.warmup import Recipe, build_renderer, encode_demonstration, warm_up
 
 NUM_PROMPTS = 512
 NUM_DEMONSTRATIONS = 800
 VOCAB_SIZE = 640
-WARM_UP_STEPS = 120
-BATCH_SIZE = 16
-LEARNING_RATE = 3e-3
 
 
 def make(out: Path, seed: int) -> None:
@@ -38,7 +35,7 @@ def make(out: Path, seed: int) -> None:
     opening = tokenizer.encode("<think>\n\n</think>\n\n")
     encoded = [encode_demonstration(renderer, opening, messages) for messages in demonstrations]
     model = build_model(tokenizer, seed)
-    warm_up(model, encoded, steps=WARM_UP_STEPS, batch_size=BATCH_SIZE, rate=LEARNING_RATE, seed=seed)
+    warm_up(model, encoded, Recipe(), seed)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     write_prompts(out / "prompts.jsonl", rng)

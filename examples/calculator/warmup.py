@@ -6,6 +6,7 @@ Shapes: B sequences in a batch, T tokens in the longest, N tokens with a loss, V
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from random import Random
 from typing import Any, NamedTuple
 
@@ -18,6 +19,7 @@ from examples.calculator.tools import TOOLS
 
 IGNORED = -100
 """The target that cross-entropy leaves out."""
+_RISING_STEPS = 10
 
 
 class Encoded(NamedTuple):
@@ -25,6 +27,17 @@ class Encoded(NamedTuple):
 
     token_ids: list[int]  # [T]
     is_sampled: list[bool]  # [T] True where the model would have sampled the token
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How long and how fast to train."""
+
+    num_steps: int = 160
+    num_short_steps: int = 110
+    """Of these, the steps without the system message."""
+    batch_size: int = 16
+    learning_rate: float = 3e-3
 
 
 def build_renderer(tokenizer: PreTrainedTokenizerFast) -> Qwen3Renderer:
@@ -46,24 +59,33 @@ def encode_demonstration(renderer: Qwen3Renderer, opening: Sequence[int], messag
     return Encoded(list(rendered.token_ids), is_sampled)
 
 
-def warm_up(
-    model: Qwen3ForCausalLM, demonstrations: Sequence[Encoded], *, steps: int, batch_size: int, rate: float, seed: int
-) -> float:
-    """Train in place, the learning rate falling linearly to zero. Returns the last step's loss in nats per token."""
+def warm_up(model: Qwen3ForCausalLM, demonstrations: Sequence[Encoded], recipe: Recipe, seed: int) -> None:
+    """Train in place; the learning rate rises over the first steps, then falls linearly to zero.
+
+    All demonstrations begin with the same system message, nearly half of their tokens. Most steps leave it out, since
+    what they teach, copying above all, depends on what comes after it; the last steps put it back.
+    """
     rng = Random(seed)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, total_iters=steps)
+    beginning = _count_common_tokens(demonstrations)
+    short = [Encoded(ids[beginning:], is_sampled[beginning:]) for ids, is_sampled in demonstrations]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
     model.train()
-    loss = torch.tensor(0.0)
-    for _ in range(steps):
-        loss = _compute_loss(model, rng.sample(demonstrations, batch_size))
+    for step in range(recipe.num_steps):
+        pool = short if step < recipe.num_short_steps else demonstrations
+        rise, fall = (step + 1) / _RISING_STEPS, 1 - step / recipe.num_steps
+        optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, rise) * fall
+        loss = _compute_loss(model, rng.sample(pool, recipe.batch_size))
         optimizer.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
-        schedule.step()
     model.eval()
-    return loss.item()
+
+
+def _count_common_tokens(demonstrations: Sequence[Encoded]) -> int:
+    """Tokens that all begin with."""
+    columns = zip(*(encoded.token_ids for encoded in demonstrations), strict=False)
+    return next(index for index, column in enumerate(columns) if len(set(column)) > 1)
 
 
 def _compute_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
