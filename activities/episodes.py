@@ -42,7 +42,7 @@ class EpisodeActivities:
         client = SessionClient(self._clients.http, request.session_url, self._admin_key)
         try:
             session = await retry_transient(
-                lambda: client.create(request.key.session_id, request.sampling, request.seed),
+                lambda: client.create(request.key.session_id, request.sampling, request.seed, _attempt()),
                 request.transport_attempts,
                 request.session_url,
             )
@@ -79,6 +79,11 @@ class EpisodeActivities:
         return _build_report(
             request, prompt, SampleStatus.COMPLETED, reward=result.reward, metrics=result.metrics, cause=None
         )
+
+
+def _attempt() -> int:
+    """Grows with every attempt, also over workflow resets, and is one number within each: the server's clock."""
+    return int(activity.info().started_time.timestamp() * 1000)
 
 
 def _build_failure(request: EpisodeRequest, prompt: Prompt, kind: CauseKind, error: str, message: str) -> EpisodeReport:

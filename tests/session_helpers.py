@@ -263,8 +263,10 @@ class Stack:
         self.http = http
         self.client = SessionClient(http, base_url, ADMIN_KEY)
 
-    async def open(self, session_id: str = "s", seed: int = 1, sampling: SamplingSpec = SAMPLING) -> SessionHandle:
-        return await self.client.create(session_id, sampling, seed)
+    async def open(
+        self, session_id: str = "s", seed: int = 1, sampling: SamplingSpec = SAMPLING, attempt: int | None = None
+    ) -> SessionHandle:
+        return await self.client.create(session_id, sampling, seed, attempt)
 
     async def post(
         self, handle: SessionHandle, *messages: Any, key: str | None = None, **fields: Any

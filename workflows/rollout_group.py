@@ -249,8 +249,10 @@ def merge_outcome(report: EpisodeReport, collected: CollectResult | None) -> Epi
     if collected is not None:
         if collected.cause is not None and collected.cause.server is not None:
             status, cause = collected.status, collected.cause
-        elif collected.engine_cause is not None:
+        elif collected.engine_cause is not None and collected.engine_cause.kind is CauseKind.ENGINE:
             status, cause = SampleStatus.ABORTED, collected.engine_cause
+        elif collected.engine_cause is not None and status is SampleStatus.FAILED:
+            cause = collected.engine_cause
         elif status is SampleStatus.COMPLETED:
             status, cause = collected.status, collected.cause
     return EpisodeOutcome(

@@ -36,6 +36,8 @@ class CauseKind(StrEnum):
     """A server did not answer in time."""
     ENGINE = "engine"
     """No engine answered the session's last model call, or what it answered was broken."""
+    DATA = "data"
+    """An engine refused the prompt itself, as when it is too long for the model, and the agent failed of it."""
     NO_RECORDS = "no_records"
     """The agent made no model call."""
     ALL_TRUNCATED = "all_truncated"

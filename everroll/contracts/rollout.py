@@ -104,7 +104,7 @@ class CollectResult(Payload):
     """None exactly when ABORTED."""
     cause: Cause | None = None
     engine_cause: Cause | None = None
-    """Set when the session's last model call failed because no engine answered: then the agent is not to blame."""
+    """Set when the session's last model call failed in the engines (kind `engine`), or was refused by one (`data`)."""
 
 
 class EpisodeOutcome(Payload):

@@ -37,7 +37,7 @@ from everroll.sessions.errors import (
     UnauthorizedError,
     UnexpectedError,
 )
-from everroll.sessions.keys import derive_session_key, is_key
+from everroll.sessions.keys import derive_session_key, is_key, read_attempt
 from everroll.sessions.wires.openai_chat import (
     build_chat_answer,
     build_chat_stream,
@@ -59,6 +59,7 @@ class CreateBody(Spec):
     session_id: str | None = None
     sampling: SamplingSpec | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
+    attempt: int | None = Field(default=None, ge=0, lt=2**53)
 
 
 class SamplesBody(Spec):
@@ -83,15 +84,15 @@ class SessionApp:
     async def create(self, request: Request) -> Response:
         self._admit_admin(request)
         body = _validate(CreateBody, await self._read_object(request, empty_is_object=True))
-        session = await self.core.create(body.session_id, body.sampling, body.seed)
+        session = await self.core.create(body.session_id, body.sampling, body.seed, body.attempt)
         session_id = session.record.session_id
-        api_key = derive_session_key(self.admin_key, session_id)
+        api_key = derive_session_key(self.admin_key, session_id, session.record.attempt)
         return _json({"session_id": session_id, "api_key": api_key, "num_turns": len(session.turns)})
 
     async def chat(self, request: Request) -> Response:
-        session_id = self._admit_session(request)
+        session_id, attempt = self._admit_session(request)
         chat, stream, include_usage = parse_chat_request(await self._read_object(request))
-        answer = await self.core.turn(session_id, chat)
+        answer = await self.core.turn(session_id, chat, attempt)
         if stream:
             body = build_chat_stream(answer, self.model, include_usage)
             return Response(body, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -135,12 +136,16 @@ class SessionApp:
         if not is_key(_bearer(request), self.admin_key):
             raise UnauthorizedError("this needs the admin key: Authorization: Bearer $EVERROLL_ADMIN_KEY")
 
-    def _admit_session(self, request: Request) -> str:
+    def _admit_session(self, request: Request) -> tuple[str, int | None]:
+        """The session, and the attempt that the key belongs to (None for the admin key)."""
         session_id: str = request.path_params["session_id"]
         key = _bearer(request)
-        if not is_key(key, derive_session_key(self.admin_key, session_id)) and not is_key(key, self.admin_key):
-            raise UnauthorizedError("this needs the session's own API key")
-        return session_id
+        attempt = read_attempt(key)
+        if attempt is not None and is_key(key, derive_session_key(self.admin_key, session_id, attempt)):
+            return session_id, attempt
+        if is_key(key, self.admin_key):
+            return session_id, None
+        raise UnauthorizedError("this needs the session's own API key")
 
     async def _read_object(self, request: Request, empty_is_object: bool = False) -> dict[str, Any]:
         """The JSON object in a request's body.

@@ -59,9 +59,16 @@ class SessionClient:
         self.base_url = base_url.rstrip("/")
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
-    async def create(self, session_id: str, sampling: SamplingSpec, seed: int) -> SessionHandle:
-        """Create the session, or open it again."""
-        body = {"session_id": session_id, "sampling": sampling.model_dump(mode="json"), "seed": seed}
+    async def create(
+        self, session_id: str, sampling: SamplingSpec, seed: int, attempt: int | None = None
+    ) -> SessionHandle:
+        """Create the session, or open it again; `attempt` grows with each attempt at the episode."""
+        body = {
+            "session_id": session_id,
+            "sampling": sampling.model_dump(mode="json"),
+            "seed": seed,
+            "attempt": attempt,
+        }
         answer = parse_json(await self._call("POST", "/sessions", body))
         api_key, num_turns = answer.get("api_key"), answer.get("num_turns")
         if answer.get("session_id") != session_id or not isinstance(api_key, str) or not isinstance(num_turns, int):

@@ -27,6 +27,7 @@ from everroll.sessions.errors import (
     ConflictError,
     EngineAwayError,
     EngineFailureError,
+    PromptRefusedError,
     ReleasedSessionError,
     UnknownSessionError,
 )
@@ -61,12 +62,21 @@ class SessionCore:
         self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
         self._in_flight: dict[tuple[str, bytes], asyncio.Task[Turn]] = {}
 
-    async def create(self, session_id: str | None, sampling: SamplingSpec | None, seed: int | None) -> Session:
+    async def create(
+        self,
+        session_id: str | None,
+        sampling: SamplingSpec | None,
+        seed: int | None,
+        attempt: int | None = None,
+    ) -> Session:
         """Create a session, or open it again with everything recorded so far.
+
+        `attempt` grows with each attempt at the episode. A later one takes over: the keys of earlier attempts take no
+        further turns, and only turns that the latest attempt makes or is served again are collected.
 
         Raises:
             BadRequestError: not a session id.
-            ConflictError: it exists with other pinned values.
+            ConflictError: it exists with other pinned values, or a later attempt has opened it.
             ReleasedSessionError: it was released.
         """
         session_id = session_id or uuid.uuid4().hex
@@ -77,26 +87,30 @@ class SessionCore:
         async with self._lock(session_id):
             session = await self._find(session_id)
             if session is None:
-                return await self._create(session_id, sampling or SamplingSpec(), seed or 0)
+                return await self._create(session_id, sampling or SamplingSpec(), seed or 0, attempt or 0)
             record = session.record
             _refuse_released(record)
             if sampling not in (None, record.sampling):
                 raise ConflictError(f"session {session_id} exists with other sampling values: {record.sampling!r}")
             if seed not in (None, record.seed):
                 raise ConflictError(f"session {session_id} exists with another seed: {record.seed}")
-            if session.turns:
-                session.record = dataclasses.replace(record, attempt=record.attempt + 1)
-                await self._journal.set_attempt(session_id, session.record.attempt)
+            if attempt is not None and attempt < record.attempt:
+                raise ConflictError(f"session {session_id} was opened by a later attempt than {attempt}")
+            if attempt is not None and attempt > record.attempt:
+                session.record = dataclasses.replace(record, attempt=attempt)
+                await self._journal.set_attempt(session_id, attempt)
             return session
 
-    async def turn(self, session_id: str, request: ChatRequest) -> TurnAnswer:
-        """Answer one model call.
+    async def turn(self, session_id: str, request: ChatRequest, attempt: int | None = None) -> TurnAnswer:
+        """Answer one model call of an attempt (None: the latest).
 
         Raises:
             SessionError: see `everroll.sessions.errors`; nothing was recorded then.
         """
         session = await self._get(session_id)
         _refuse_released(session.record)
+        if attempt not in (None, session.record.attempt):
+            raise ConflictError(f"this attempt at session {session_id} was given up; a later one has taken over")
         keys = compute_keys(request)
         recorded = session.by_request.get(keys.request_key)
         if recorded is not None:
@@ -113,7 +127,7 @@ class SessionCore:
             task.add_done_callback(lambda done: self._land(flight, done))
         try:
             turn = await self._wait_for(self._in_flight[flight], session)
-        except EngineFailureError as error:
+        except (EngineFailureError, PromptRefusedError) as error:
             session.engine_trouble = _build_trouble(error)
             raise
         session.engine_trouble = None
@@ -197,8 +211,8 @@ class SessionCore:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    async def _create(self, session_id: str, sampling: SamplingSpec, seed: int) -> Session:
-        session = Session(SessionRecord(session_id, sampling, seed, created_at=time.time()))
+    async def _create(self, session_id: str, sampling: SamplingSpec, seed: int, attempt: int) -> Session:
+        session = Session(SessionRecord(session_id, sampling, seed, created_at=time.time(), attempt=attempt))
         await self._journal.create_session(session.record)
         self._keep(session)
         return session
@@ -277,10 +291,9 @@ class SessionCore:
         return self._locks.setdefault(session_id, asyncio.Lock())
 
 
-def _build_trouble(error: EngineFailureError) -> Cause:
-    return Cause(
-        kind=CauseKind.ENGINE, error=type(error).__name__, message=str(error)[:_MAX_TROUBLE], server=error.engine_url
-    )
+def _build_trouble(error: EngineFailureError | PromptRefusedError) -> Cause:
+    kind = CauseKind.DATA if isinstance(error, PromptRefusedError) else CauseKind.ENGINE
+    return Cause(kind=kind, error=type(error).__name__, message=str(error)[:_MAX_TROUBLE], server=error.engine_url)
 
 
 def _refuse_released(record: SessionRecord) -> None:

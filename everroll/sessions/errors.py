@@ -2,6 +2,7 @@
 
     SessionError             status  can a retry help?
       BadRequestError        400     no: the request is malformed or asks for what is not supported
+        PromptRefusedError   400     no: an engine refused it (the prompt is too long, for one)
       UnauthorizedError      401     no
       UnknownSessionError    404     no
       SlowBodyError          408     yes: the request's body did not arrive in time
@@ -34,6 +35,14 @@ class SessionError(Exception):
 class BadRequestError(SessionError):
     status = 400
     kind = "invalid_request_error"
+
+
+class PromptRefusedError(BadRequestError):
+    """An engine refused the request itself: the prompt is too long for the model, for one."""
+
+    def __init__(self, message: str, engine_url: str) -> None:
+        super().__init__(message)
+        self.engine_url = engine_url
 
 
 class UnauthorizedError(SessionError):

@@ -24,7 +24,7 @@ class SessionRecord:
     created_at: float
     """Seconds since 1970, as all times here."""
     attempt: int = 0
-    """How often the session was opened again."""
+    """The attempt that opened the session last; grows."""
     released_at: float | None = None
 
 
@@ -70,7 +70,7 @@ class Session:
     """Turn index to the latest attempt in which the turn was sampled or served again."""
     next_index: int = 0
     engine_trouble: Cause | None = None
-    """Set while the latest model call failed in the engines; kept in memory only."""
+    """Set while the latest model call failed in the engines, or was refused by one; kept in memory only."""
     by_request: dict[bytes, int] = field(default_factory=dict)
     by_history: dict[bytes, list[int]] = field(default_factory=dict)
 
@@ -87,12 +87,12 @@ class Session:
         return self.next_index - 1
 
     def live_turns(self) -> list[Turn]:
-        """The turns of the latest attempt that made or was served any, with all that these follow.
+        """The turns that the latest attempt made or was served, with all that these follow.
 
         An episode that was started over takes its recorded turns with it as far as its messages agree; turns of the
         broken-off attempt beyond that point led to no reward.
         """
-        latest = max(self.attempts.values(), default=0)
+        latest = self.record.attempt
         live: set[int] = set()
         for index, attempt in self.attempts.items():
             step: int | None = index if attempt == latest else None

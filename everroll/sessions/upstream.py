@@ -16,7 +16,7 @@ from everroll.engines.base import (
     EngineUnavailableError,
     GenerateRequest,
 )
-from everroll.sessions.errors import BadRequestError, BrokenAnswerError, EngineAwayError
+from everroll.sessions.errors import BrokenAnswerError, EngineAwayError, PromptRefusedError
 
 _MAX_LOGPROB = 1e-4
 """Rounding can lift the log-probability of a near-certain token slightly above 0."""
@@ -38,7 +38,7 @@ class Upstream:
         Raises:
             EngineAwayError: every engine is away or aborted the call.
             BrokenAnswerError: an engine's answer cannot be trusted.
-            BadRequestError: the engine refused the request itself.
+            PromptRefusedError: the engine refused the request itself.
         """
         first = zlib.crc32(session_id.encode()) % len(self.engines)
         away = []
@@ -55,7 +55,7 @@ class Upstream:
                 raise BrokenAnswerError(str(error), engine.base_url) from error
             except EngineRejectedError as error:
                 self.failures[type(error).__name__] += 1
-                raise BadRequestError(f"the engine refused the request: {error}") from error
+                raise PromptRefusedError(f"the engine refused the request: {error}", engine.base_url) from error
         raise EngineAwayError("; ".join(away), self.engines[first].base_url)
 
 

@@ -240,8 +240,9 @@ async def test_replay_serves_recorded_turns_and_trains_the_last_attempt_only(sta
     one = await stack.chat(handle, USER)
     two = await stack.chat(handle, USER, one, USER)
     await stack.chat(handle, USER, one, USER, two, {"role": "user", "content": "weather at 9"})
-    again = await stack.open()
-    assert (again.num_turns, again.api_key) == (3, handle.api_key)
+    again = await stack.open(attempt=1)
+    assert again.num_turns == 3
+    stale, handle = handle, again
     assert await stack.chat(handle, USER) == one
     assert await stack.chat(handle, USER, one, USER) == two
     assert len(stack.engine.requests) == 3
@@ -250,6 +251,13 @@ async def test_replay_serves_recorded_turns_and_trains_the_last_attempt_only(sta
     assert await stack.texts() == ["one|two|new three|"]
     turns = (await stack.client.describe("s"))["turns"]
     assert [turn["live"] for turn in turns] == [True, True, False, True]
+    # A12: what the attempt that was given up still says is refused, and changes nothing.
+    late = await stack.post(stale, USER, one, USER, two, {"role": "user", "content": "late"})
+    assert late.status_code == 409
+    assert "later one has taken over" in late.text
+    with pytest.raises(ServerStatusError, match="409"):
+        await stack.open(attempt=0)
+    assert await stack.texts() == ["one|two|new three|"]
 
 
 async def test_a_call_in_flight_belongs_to_its_attempt_unless_the_next_one_joins_it(stack: Stack) -> None:
@@ -259,7 +267,7 @@ async def test_a_call_in_flight_belongs_to_its_attempt_unless_the_next_one_joins
     stale, joined = USER, {"role": "user", "content": "again"}
     calls = [asyncio.create_task(stack.post(handle, message)) for message in (stale, joined)]
     await stack.engine.await_requests(3)
-    await stack.open()
+    handle = await stack.open(attempt=1)
     calls.append(asyncio.create_task(stack.post(handle, joined)))
     await asyncio.wait(calls, timeout=0.1)
     stack.engine.gate.set()
@@ -270,11 +278,15 @@ async def test_a_call_in_flight_belongs_to_its_attempt_unless_the_next_one_joins
     assert live == {"first": False, "hi": False, "again": True}
 
 
-async def test_a_session_opened_again_without_a_turn_keeps_its_samples(stack: Stack) -> None:
+async def test_opening_again_is_idempotent_and_a_later_attempt_starts_from_nothing(stack: Stack) -> None:
     handle = await stack.open()
     await stack.chat(handle, USER)
-    await stack.open()
+    assert (await stack.open()).api_key == handle.api_key
     assert await stack.texts() == ["one|"]
+    await stack.open(attempt=5)
+    empty = await stack.client.collect("s", None, {})
+    assert isinstance(empty, EmptySamples)
+    assert empty.cause_kind is CauseKind.NO_RECORDS
 
 
 async def test_opening_again_with_other_values_is_refused(stack: Stack) -> None:
