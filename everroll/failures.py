@@ -7,7 +7,8 @@ httpx.UnsupportedProtocol, LocalProtocolError, InvalidURL      TERMINAL, Configu
 httpx.DecodingError, BadAnswerError, MalformedSamplesError     TERMINAL, BadAnswerError
 httpx.TransportError (all others), TimeoutError                TRANSIENT: the sample is ABORTED, the run goes on
 ServerStatusError (any non-2xx)                                TERMINAL, RuntimeError with method, URL, status, body
-TrainingError                                                  TERMINAL, TrainingError: the trainer refused
+BusyError (another trainer holds the run)                      TRANSIENT: tried again until the step's deadline
+TrainingError (all others)                                     TERMINAL, TrainingError: the trainer refused
 EngineUnavailableError (while publishing)                      TRANSIENT: tried again until the publish's deadline
 EngineError (all others, while publishing)                     TERMINAL, PublishError: an engine refused new weights
 StoreError                                                     TERMINAL, StoreError: the store is unwritable or corrupt
@@ -35,6 +36,7 @@ from temporalio.exceptions import ApplicationError
 
 from everroll.contracts.outcomes import (
     BadAnswerError,
+    BusyError,
     Cause,
     CauseKind,
     ErrorType,
@@ -86,6 +88,7 @@ _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((httpx.TimeoutException, TimeoutError), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TIMEOUT)),
     ((httpx.TransportError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((ServerStatusError,), Verdict(Outcome.TERMINAL, ErrorType.SERVER)),
+    ((BusyError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.BUSY)),
     ((TrainingError,), Verdict(Outcome.TERMINAL, ErrorType.TRAINING)),
     ((EngineUnavailableError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((EngineError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),

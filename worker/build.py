@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
-import aiohttp
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
@@ -18,6 +17,7 @@ from activities.publishing import PublishingActivities
 from activities.runs import GroupActivities, HealthActivities, RunActivities
 from everroll.agents import AgentClients
 from everroll.contracts import names
+from everroll.engines.http import open_client_session
 from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache
 from worker.settings import Role, WorkerSettings
@@ -38,7 +38,7 @@ async def build_worker(role: Role, client: Client, settings: WorkerSettings) -> 
 
 @contextlib.asynccontextmanager
 async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
-    async with build_http_client() as http, aiohttp.ClientSession() as engine_session:
+    async with build_http_client() as http, open_client_session() as engine_session:
         runs = RunActivities(Preflight(http, engine_session, settings.admin_key))
         groups = GroupActivities(client)
         health = HealthActivities(client, http)

@@ -90,6 +90,13 @@ class TrainingRun:
         self._enter(Phase.PREPARING)
         self.state.dataset = (await self.calls.prepare_run()).dataset
         weights = await self.calls.prepare_trainer()
+        if weights.version > 0:
+            raise ApplicationError(
+                f"{self.spec.run.output_dir}/{self.spec.run.name} holds an earlier run of this name, at step "
+                f"{weights.version}; choose another run.name, or move that directory away",
+                type=ErrorType.CONFIGURATION.value,
+                non_retryable=True,
+            )
         await self.calls.publish(weights)
         self.state.weights = weights
 

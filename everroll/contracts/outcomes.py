@@ -36,6 +36,8 @@ class CauseKind(StrEnum):
     """A server did not answer in time."""
     ENGINE = "engine"
     """No engine answered the session's last model call, or what it answered was broken."""
+    BUSY = "busy"
+    """Another process holds what is needed."""
     DATA = "data"
     """An engine refused the prompt itself, as when it is too long for the model, and the agent failed of it."""
     NO_RECORDS = "no_records"
@@ -102,6 +104,10 @@ class ErrorType(StrEnum):
 
 class TrainingError(RuntimeError):
     """The trainer refused a batch, or cannot apply a step; the message names what and why."""
+
+
+class BusyError(TrainingError):
+    """Another process holds the run; it will let go, or its lock ends with it."""
 
 
 class BadAnswerError(ValueError):

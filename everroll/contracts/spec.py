@@ -167,8 +167,8 @@ class TrainSection(Spec):
     advantage: Literal["grpo", "dr_grpo", "rloo"] = "grpo"
     """Group-relative: `grpo` divides by the group's standard deviation, `dr_grpo` does not, `rloo` leaves one out."""
     loss: Literal["clipped", "gspo", "cispo"] = "clipped"
-    """`clipped`: one probability ratio per token, clipped as in PPO; `gspo`: one ratio per sample, clipped; `cispo`: the
-    clipped ratio is a constant weight on the log-probability, so that clipped tokens keep their gradient."""
+    """`clipped`: one probability ratio per token, clipped as in PPO; `gspo`: one ratio per sample, clipped; `cispo`:
+    the clipped ratio is a constant weight on the log-probability, so that clipped tokens keep their gradient."""
     clip_low: Annotated[float, Field(ge=0, le=1)] = 0.2
     """Lower bound of the probability ratio is 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2

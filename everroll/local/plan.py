@@ -135,6 +135,7 @@ def _plan_engine(model: ModelSection, addresses: StackAddresses, directory: Path
     return ProcessSpec(
         name="engine",
         argv=(*_everroll("engine"), "--model-path", model.path, "--port", _port_of(url)),
+        env=_torch_environment(),
         ready=HttpReady(f"{url}/health"),
         stage=1,
         cwd=directory,
@@ -170,6 +171,7 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
         "EVERROLL_TEMPORAL_NAMESPACE": addresses.temporal_namespace,
         "EVERROLL_TASK_QUEUE": addresses.task_queue,
         "EVERROLL_ADMIN_KEY": admin_key,
+        **_torch_environment(),
         "PYTHONPATH": os.pathsep.join(filter(None, [str(options.import_path), os.environ.get("PYTHONPATH")])),
     }
     queues = {
@@ -191,6 +193,11 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
             stage=2,
             cwd=options.root,
         )
+
+
+def _torch_environment() -> dict[str, str]:
+    """Threads of torch that wait sleep instead of spinning: engine and trainer share the machine's cores."""
+    return {} if "OMP_WAIT_POLICY" in os.environ else {"OMP_WAIT_POLICY": "PASSIVE"}
 
 
 def _everroll(command: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import httpx
 import pytest
 from temporalio.exceptions import ApplicationError
 
-from everroll.contracts.outcomes import BadAnswerError, CauseKind, ErrorType, TrainingError
+from everroll.contracts.outcomes import BadAnswerError, BusyError, CauseKind, ErrorType, TrainingError
 from everroll.engines.base import EngineRejectedError, EngineUnavailableError, WeightUpdateError
 from everroll.failures import (
     ConfigurationError,
@@ -137,6 +137,7 @@ def test_subclasses_follow_their_parents() -> None:
 def test_timeouts_of_the_standard_library_and_engines_that_are_away_are_transient() -> None:
     assert classify(TimeoutError()).cause_kind is TIMEOUT
     assert classify(TimeoutError()).cause_kind is TIMEOUT
+    assert classify(BusyError("held")).cause_kind is CauseKind.BUSY
     assert classify(EngineUnavailableError("GET", "http://x", "away")).cause_kind is TRANSPORT
 
 
