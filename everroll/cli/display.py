@@ -24,6 +24,7 @@ from everroll.contracts.training import StepRecord
 
 _PLAIN_SECONDS = 10.0
 _BAR_WIDTH = 40
+_REWARD_BAR_WIDTH = 20
 
 
 class Display(Protocol):
@@ -123,24 +124,24 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
 
 
 def render_steps(steps: list[StepRecord]) -> RenderableType:
-    """Reward by step."""
+    """Reward by step, sampled tokens, and seconds spent."""
     table = Table(box=None, pad_edge=False)
     for name in ("step", "reward"):
         table.add_column(name, justify="right")
-    table.add_column("")
-    for name in ("episodes", "sampled tokens", "rollout s", "train s", "publish s", "aborts"):
+    table.add_column("", min_width=_REWARD_BAR_WIDTH)
+    for name in ("episodes", "tokens", "rollout", "train", "publish", "aborts"):
         table.add_column(name, justify="right")
     _, high = reward_scale(steps)
     for record in steps:
         table.add_row(
             str(record.step),
             format_reward(record.mean_reward),
-            draw_bar(record.mean_reward, high, 30),
+            draw_bar(record.mean_reward, high, _REWARD_BAR_WIDTH),
             str(record.num_episodes),
             str(record.num_sampled_tokens),
-            f"{record.rollout_seconds:.1f}",
-            f"{record.train_seconds:.1f}",
-            f"{record.publish_seconds:.1f}",
+            f"{record.rollout_seconds:.1f} s",
+            f"{record.train_seconds:.1f} s",
+            f"{record.publish_seconds:.1f} s",
             format_counts(record.unusable),
         )
     return table
