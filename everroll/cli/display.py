@@ -125,7 +125,7 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
 
 def render_steps(steps: list[StepRecord]) -> RenderableType:
     """Reward by step, sampled tokens, and seconds spent."""
-    table = Table(box=None, pad_edge=False)
+    table = Table(box=None, pad_edge=False, padding=(0, 1, 0, 0))
     for name in ("step", "reward"):
         table.add_column(name, justify="right")
     table.add_column("", min_width=_REWARD_BAR_WIDTH)
