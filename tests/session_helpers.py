@@ -105,6 +105,8 @@ class FakeEngine:
     mangle: Callable[[dict[str, Any]], dict[str, Any]] | None = None
     """Changes an answer before it is sent."""
     status: int = 200
+    refuse: Callable[[dict[str, Any]], bool] | None = None
+    """Which requests are answered 400, as a prompt that is too long is."""
     gate: asyncio.Event | None = None
     """Answers wait for it."""
     requests: list[dict[str, Any]] = field(default_factory=list)
@@ -124,6 +126,8 @@ class FakeEngine:
             self._arrived.notify_all()
         if self.gate is not None:
             await self.gate.wait()
+        if self.refuse is not None and self.refuse(body):
+            return web.json_response({"error": {"message": "too long for this model"}}, status=400)
         if self.status != 200:
             return web.json_response({"error": "told to fail"}, status=self.status)
         answer = self.build_answer(body)

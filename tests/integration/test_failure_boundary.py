@@ -27,7 +27,7 @@ from everroll.client import EverrollClient, RunFailedError
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import DatasetRef, EpisodeKey
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.training import TrainingRunResult
+from everroll.contracts.training import Phase, TrainingRunResult
 from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache, load_dataset
 from everroll.sessions.client import SessionClient
@@ -97,6 +97,8 @@ class World:
     simulation: Simulation
     spec: Callable[..., RunSpec]
     runs: RunActivities
+    http: httpx.AsyncClient
+    """What episodes and collections call with."""
 
     async def run(self, spec: RunSpec) -> TrainingRunResult:
         await self.client.start(spec)
@@ -104,6 +106,12 @@ class World:
 
     def trained_groups(self) -> list[list[int]]:
         return [[item.group for item in request.batch] for request in self.simulation.trained]
+
+
+def write_dataset(path: Path, texts: list[str]) -> DatasetRef:
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    fingerprint = load_dataset(path).fingerprint
+    return DatasetRef(path=str(path), fingerprint=fingerprint, num_prompts=len(texts), seed=0, shuffle=False)
 
 
 @pytest.fixture(scope="module")
@@ -116,9 +124,7 @@ async def world(
     client: EverrollClient, run_name: str, task_queue: str, model_dir: Path, tmp_path: Path
 ) -> AsyncIterator[World]:
     prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"text": f"prompt {n}"}) + "\n" for n in range(20)))
-    fingerprint = load_dataset(prompts).fingerprint
-    dataset = DatasetRef(path=str(prompts), fingerprint=fingerprint, num_prompts=20, seed=0, shuffle=False)
+    dataset = write_dataset(prompts, [f"prompt {n}" for n in range(20)])
     renderer = load_renderer(model_section(model_dir))
     async with contextlib.AsyncExitStack() as resources:
         engine = await resources.enter_async_context(run_fake_engine("hello there"))
@@ -159,7 +165,7 @@ async def world(
             )
 
         await resources.enter_async_context(simulation.workers(client.temporal, task_queue))
-        yield World(client, stack, proxy, engine, simulation, spec, runs)
+        yield World(client, stack, proxy, engine, simulation, spec, runs, http)
 
 
 @pytest.mark.parametrize(
@@ -349,3 +355,53 @@ async def test_a_session_server_that_dies_and_comes_back(world: World) -> None:
     assert result.dropped_groups == {}
     groups = [group for batch in world.trained_groups() for group in batch]
     assert groups == list(range(8))
+
+
+async def test_cancelling_while_collecting_is_cancellation(world: World) -> None:
+    """A11: never taken for a transport failure."""
+    fault = world.proxy.fault(Kind.STALL, "/samples", times=-1)
+    spec = world.spec(rollout={"groups_per_step": 1})
+    world.http.timeout = httpx.Timeout(30)
+    await world.client.start(spec)
+    await wait_for_status(world.client, spec.run.name, lambda view: len(fault.hits) == 2)
+    await world.client.cancel(spec.run.name)
+    view = await wait_for_status(world.client, spec.run.name, lambda view: view.state != "running")
+    assert view.state == "canceled"
+    assert view.status is not None
+    assert view.status.unusable_episodes == {}
+    assert view.status.dropped_groups == {}
+
+
+async def test_a_prompt_that_is_too_long_settles_as_data(world: World) -> None:
+    """B5: refused with 400 at every attempt; the job goes on."""
+    world.engine.refuse = lambda body: len(body["input_ids"]) > 100
+    world.simulation.dataset = write_dataset(
+        Path(world.simulation.dataset.path), ["too long " * 100 if n == 1 else "short" for n in range(20)]
+    )
+    result = await world.run(world.spec(rollout={"max_refills": 1}))
+    assert result.dropped_groups == {"data": 1}
+    assert result.unusable_episodes == {"data": 4}
+    assert world.trained_groups() == [[0, 2], [3, 4]]
+    status = (await world.client.status(result.run)).status
+    assert status is not None
+    assert status.last_cause is not None
+    assert "too long for this model" in status.last_cause.message
+
+
+async def test_the_last_group_of_the_last_step_fails(world: World) -> None:
+    """B6: never "completed"."""
+    spec = world.spec()
+    world.proxy.fault(Kind.ANSWER, f"{spec.run.name}-3-1-0/samples", times=-1, status=500, body=b"at the end")
+    with pytest.raises(RunFailedError, match="at the end"):
+        await world.run(spec)
+    view = await world.client.status(spec.run.name)
+    assert view.state == "failed"
+    assert view.status is not None
+    assert (view.status.phase, view.status.step) == (Phase.FAILED, 1)
+
+
+async def test_one_of_several_fatal_errors_is_enough(world: World) -> None:
+    """A server that answers 503 by itself is no lost connection."""
+    world.proxy.fault(Kind.ANSWER, "/samples", times=1, status=503, body=b"overloaded")
+    with pytest.raises(RunFailedError, match=r"RuntimeError: POST .* answered 503: overloaded"):
+        await world.run(world.spec(rollout={"collect_attempts": 5}))
