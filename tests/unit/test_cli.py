@@ -251,8 +251,7 @@ def test_live_panel_and_table_show_the_run() -> None:
     for text in ("2/4", "1 of 3 done, 2 in flight", "3 (timeout 1, transport 2)", "http://ui/run", "0.500"):
         assert text in panel
     table = render(render_steps(progress.ordered_steps))
-    assert "0.250" in table
-    assert "2 (transport 2)" in table
+    assert [line.split()[:2] for line in table.splitlines()[1:]] == [["1", "0.250"], ["2", "0.500"]]
 
 
 def test_plain_display_prints_when_a_step_is_done_and_now_and_then() -> None:
