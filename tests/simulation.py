@@ -97,6 +97,8 @@ class Simulation:
     """When given, episodes wait for it."""
     is_gated: Callable[[EpisodeKey], bool] = lambda key: True
     """Which of them."""
+    keeps_version_0: bool = False
+    """The engine takes new weights and goes on with the first ones."""
     train_gate: asyncio.Event | None = None
     dataset: DatasetRef = DATASET
     rollout_activities: list[Callable[..., object]] | None = None
@@ -163,7 +165,7 @@ class Simulation:
 
     @activity.defn(name=names.PUBLISH_WEIGHTS)
     async def publish_weights(self, request: PublishRequest) -> PublishResult:
-        self.weight_version = request.weights.version
+        self.weight_version = 0 if self.keeps_version_0 else request.weights.version
         self.published.append(request.weights.version)
         return PublishResult(version=request.weights.version)
 

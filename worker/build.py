@@ -38,7 +38,7 @@ async def build_worker(role: Role, client: Client, settings: WorkerSettings) -> 
 
 @contextlib.asynccontextmanager
 async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
-    async with build_http_client() as http, open_client_session() as engine_session:
+    async with build_http_client() as http, open_client_session(api_key=settings.engine_api_key) as engine_session:
         runs = RunActivities(Preflight(http, engine_session, settings.admin_key))
         groups = GroupActivities(client)
         health = HealthActivities(client, http)

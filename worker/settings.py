@@ -31,6 +31,8 @@ class WorkerSettings(Spec):
     task_queue: str = DEFAULT_TASK_QUEUE
     admin_key: str = Field(default="everroll-local", repr=False)
     """Opens the session server; secret."""
+    engine_api_key: str | None = Field(default=None, repr=False)
+    """What engines ask for that listen on more than loopback; secret."""
     metrics_address: str | None = None
     """`host:port` at which Prometheus scrapes `/metrics`; none by default."""
     max_episodes: int = Field(default=128, ge=1)

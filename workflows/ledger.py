@@ -54,13 +54,29 @@ class Ledger:
         if result.dropped is not None:
             self._drop(result.dropped)
             return
-        state.consecutive_dropped = 0
         state.ready = sorted([*state.ready, result], key=lambda ready: ready.group)
+        self._drop_stale()
+        if result in state.ready:
+            state.consecutive_dropped = 0
+
+    def is_behind(self, result: GroupResult) -> bool:
+        """Whether an engine served this group older weights than were out when it started: it lost them."""
+        started_at = self._state.in_flight[result.group]
+        return result.min_weight_version is not None and result.min_weight_version < started_at
 
     def has_batch(self) -> bool:
-        """Whether enough groups are ready; groups that have become stale are dropped first."""
-        self._drop_stale()
+        """Whether enough groups are ready."""
         return len(self._state.ready) >= self._batch_size
+
+    def find_no_progress(self) -> str | None:
+        """What to say when so many groups in a row were dropped that waiting on is pointless."""
+        state = self._state
+        if state.consecutive_dropped < self._spec.rollout.max_empty_rounds * self._batch_size:
+            return None
+        return (
+            f"the last {state.consecutive_dropped} groups were all dropped (by cause: {state.dropped_groups}); "
+            f"the latest: {state.last_cause}"
+        )
 
     def take_batch(self) -> list[GroupResult]:
         """The lowest-numbered ready groups, ordered by group index (I3)."""
@@ -100,6 +116,7 @@ class Ledger:
             publish_seconds=publish_seconds,
             metrics={name: trained.metrics[name] for name in _SHOWN_METRICS if name in trained.metrics},
         )
+        self._drop_stale()
         state.recent_steps = [*state.recent_steps, record][-MAX_RECENT_STEPS:]
         state.pending_dropped, state.pending_unusable = {}, {}
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from datetime import timedelta
 from typing import Any
 
@@ -23,7 +23,14 @@ with workflow.unsafe.imports_passed_through():
 class PauseControl:
     """While paused, a run admits no group and its groups in flight start no episode."""
 
-    def __init__(self, spec: RunSpec, state: RunState, on_change: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        spec: RunSpec,
+        state: RunState,
+        before_recovery: Callable[[], Awaitable[None]],
+        on_change: Callable[[], None],
+    ) -> None:
+        self._before_recovery = before_recovery
         self._on_change = on_change
         self._spec = spec
         self._state = state
@@ -109,6 +116,7 @@ class PauseControl:
             self.fatal = ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
             return
         self._probe = None
+        await self._before_recovery()  # a server that was away may have lost the weights
         self.end()
 
     def _hold_groups(self, held: bool) -> None:

@@ -33,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
         RunStatus,
         TrainingRunRequest,
         TrainingRunResult,
+        Weights,
     )
     from workflows import policies
     from workflows.calls import RunCalls
@@ -53,9 +54,11 @@ class TrainingRun:
         self.ledger = Ledger(self.spec, self.state)
         self.phase = Phase.PREPARING
         self.stop_requested = False
-        self.pauses = PauseControl(self.spec, self.state, self._on_pause_change)
+        self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.survey: Survey | None = None
         self.group_failure: BaseException | None = None
+        self.publishing = asyncio.Lock()
+        self.published = self.state.weights
         self.followers: set[asyncio.Task[None]] = set()
         self.starting: set[int] = set()
         """Groups whose start the server has not confirmed."""
@@ -97,7 +100,7 @@ class TrainingRun:
                 type=ErrorType.CONFIGURATION.value,
                 non_retryable=True,
             )
-        await self.calls.publish(weights)
+        await self._publish(weights)
         self.state.weights = weights
 
     async def _take_step(self) -> None:
@@ -112,7 +115,7 @@ class TrainingRun:
         trained = await self.calls.train(self.state.step + 1, batch)
         applied = workflow.time()
         self._enter(Phase.PUBLISHING)
-        await self.calls.publish(trained.weights)
+        await self._publish(trained.weights)
         self.ledger.finish_step(
             batch,
             trained,
@@ -128,7 +131,11 @@ class TrainingRun:
     @property
     def fatal(self) -> BaseException | None:
         """What must end the run."""
-        return self.group_failure or self.pauses.fatal
+        return self.group_failure or self.pauses.fatal or self._find_no_progress()
+
+    def _find_no_progress(self) -> ApplicationError | None:
+        text = self.ledger.find_no_progress()
+        return ApplicationError(text, type=ErrorType.NO_PROGRESS.value, non_retryable=True) if text else None
 
     async def _wait_for_batch(self) -> None:
         """Wait until enough groups are ready; when nothing is settled for a while, say what is waited for."""
@@ -165,10 +172,11 @@ class TrainingRun:
         for group in self.state.in_flight:
             self._follow(self._await_group(group))
 
-    def _follow(self, work: Coroutine[Any, Any, None]) -> None:
+    def _follow(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
         self.followers.add(task)
         task.add_done_callback(self.followers.discard)
+        return task
 
     async def _play_group(self, group: int) -> None:
         try:
@@ -214,22 +222,35 @@ class TrainingRun:
             self.group_failure = self.group_failure or error
 
     def _settle(self, result: GroupResult) -> None:
+        if self.ledger.is_behind(result):
+            self._publish_again()
         self.ledger.settle(result)
         self.metrics.count_group(result)
         self.num_settled += 1
         self.survey = None
         if result.report is not None:
             self.pauses.take(result.report)
-        empty_limit = self.spec.rollout.max_empty_rounds * self.spec.rollout.groups_per_step
-        if self.state.consecutive_dropped >= empty_limit:
-            self.group_failure = ApplicationError(
-                f"the last {self.state.consecutive_dropped} groups were all dropped "
-                f"(by cause: {self.state.dropped_groups}); the latest: {result.dropped}",
-                type=ErrorType.NO_PROGRESS.value,
-                non_retryable=True,
-            )
         self._admit_groups()
         self._show()
+
+    def _publish_again(self) -> None:
+        """Bring engines that lost the weights, by a restart, back to the version that is out. Idempotent."""
+        if not self.publishing.locked():
+            self._follow(self._republish())
+
+    async def _republish(self) -> None:
+        try:
+            async with self.publishing:
+                if self.published is not None:
+                    await self.calls.publish(self.published)
+        except FailureError as error:
+            self.group_failure = self.group_failure or error
+
+    async def _publish(self, weights: Weights) -> None:
+        """Never two versions at once, so that a late one cannot undo a newer one."""
+        async with self.publishing:
+            await self.calls.publish(weights)
+            self.published = weights
 
     def _settle_failure(self, group: int, error: ChildWorkflowError) -> None:
         """A group that a person ended is dropped; one that failed fails the run."""
@@ -252,7 +273,7 @@ class TrainingRun:
     async def _continue_as_new(self) -> NoReturn:
         """Carry the whole state on. Groups in flight go on by themselves and are re-attached."""
         self.closing = True
-        await workflow.wait_condition(lambda: not self.starting and workflow.all_handlers_finished())
+        await workflow.wait_condition(self._can_close)
         self.followers.clear()
         self.state.generation += 1
         workflow.continue_as_new(TrainingRunRequest(spec=self.spec, state=self.state))
@@ -277,6 +298,9 @@ class TrainingRun:
         """Longest life of a group: its deadline, and the longest time on hold."""
         rollout = self.spec.rollout
         return timedelta(seconds=rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds)
+
+    def _can_close(self) -> bool:
+        return not self.starting and not self.publishing.locked() and workflow.all_handlers_finished()
 
     # What people see and say
 
@@ -310,6 +334,8 @@ class TrainingRun:
     @workflow.signal(name=names.SIGNAL_REPORT, description="A group reports aborted episodes")
     def report_episodes(self, report: EpisodesReport) -> None:
         self.pauses.take(report)
+        if any(abort.cause.kind is CauseKind.ENGINE for abort in report.aborts):
+            self._publish_again()
         self._show()
 
     @workflow.update(name=names.UPDATE_PAUSE, description="Start no new group and no new episode")

@@ -16,6 +16,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar, Literal, Protocol
 
+API_KEY_VARIABLE = "EVERROLL_ENGINE_API_KEY"
+"""Environment variable with the key that engines ask for, for servers and clients alike."""
+
 FinishReason = Literal["stop", "length"]
 PauseMode = Literal["abort", "retract", "in_place"]
 

@@ -31,10 +31,14 @@ class EngineTimeouts:
     """Loading new weights."""
 
 
-def open_client_session(max_connections: int = 1024) -> aiohttp.ClientSession:
-    """A session for engine traffic. It bounds the connections, not the calls: put a semaphore in front for those."""
+def open_client_session(max_connections: int = 1024, api_key: str | None = None) -> aiohttp.ClientSession:
+    """A session for engine traffic; `api_key` goes with every call.
+
+    It bounds the connections, not the calls: put a semaphore in front for those.
+    """
+    headers = {"Authorization": f"Bearer {api_key}"} if api_key else None
     connector = aiohttp.TCPConnector(limit=max_connections, ttl_dns_cache=60)
-    return aiohttp.ClientSession(connector=connector, cookie_jar=aiohttp.DummyCookieJar())
+    return aiohttp.ClientSession(connector=connector, headers=headers, cookie_jar=aiohttp.DummyCookieJar())
 
 
 class EngineHttp:

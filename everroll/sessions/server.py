@@ -7,6 +7,7 @@ import contextlib
 import gc
 import importlib.metadata
 import logging
+import os
 import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -20,6 +21,7 @@ from starlette.applications import Starlette
 
 from everroll.contracts.base import Spec
 from everroll.contracts.spec import ModelSection, PositiveInt, Seconds
+from everroll.engines.base import API_KEY_VARIABLE
 from everroll.engines.http import EngineTimeouts, open_client_session
 from everroll.engines.sglang import SGLangEngine
 from everroll.failures import ConfigurationError
@@ -115,7 +117,9 @@ async def open_app(settings: SessionServerSettings, renderer: ChatRenderer, admi
     async with contextlib.AsyncExitStack() as stack:
         journal = open_journal(Path(settings.journal_path), settings.journal_synchronous)
         stack.push_async_callback(journal.close)
-        http = await stack.enter_async_context(open_client_session(settings.max_engine_connections))
+        http = await stack.enter_async_context(
+            open_client_session(settings.max_engine_connections, os.environ.get(API_KEY_VARIABLE))
+        )
         upstream = Upstream([SGLangEngine(url, http, timeouts=timeouts) for url in settings.engine_urls])
         core = SessionCore(journal, TurnMaker(renderer, upstream), settings.max_turns, settings.max_cached_sessions)
         stack.push_async_callback(core.close)

@@ -314,3 +314,40 @@ async def test_continue_as_new_neither_drains_nor_loses_groups_in_flight(
     # No group was started twice: each episode ran exactly once.
     played = [request.key.session_id for request in simulation.episodes]
     assert len(played) == len(set(played))
+
+
+async def test_an_engine_that_lost_its_weights_gets_them_again(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """An engine restarts in mid-run and serves version 0: what it played is dropped as stale, and the run goes on."""
+    simulation = Simulation()
+    spec = build_spec(run_name, task_queue, run={"num_steps": 4})
+    restarted = False
+
+    def collect(key: EpisodeKey) -> CollectResult:
+        nonlocal restarted
+        if simulation.weight_version == 2 and not restarted:
+            restarted = True
+            simulation.weight_version = 0
+        return simulation.build_collected(key)
+
+    simulation.collect = collect
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        result = await client.result(run_name)
+    assert restarted
+    assert result.steps == 4
+    assert simulation.published.count(2) >= 2
+    assert simulation.published[-1] == 4
+    assert 1 <= result.dropped_groups["stale"] <= 2
+
+
+async def test_groups_that_are_always_stale_end_the_run(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """An engine that another run keeps updating: named failure after a bounded number of groups."""
+    simulation = Simulation(keeps_version_0=True)
+    spec = build_spec(run_name, task_queue, run={"num_steps": 4}, rollout={"max_empty_rounds": 2})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        with pytest.raises(RunFailedError, match=r"(?s)NoProgressError: the last 4 groups were all dropped.*stale"):
+            await client.result(run_name)
+    assert len(simulation.trained) == 1

@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from everroll.contracts.base import Spec
+from everroll.engines.base import API_KEY_VARIABLE
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
-API_KEY_VARIABLE = "EVERROLL_ENGINE_API_KEY"
 _LOGGER = logging.getLogger(__name__)
 
 
