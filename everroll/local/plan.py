@@ -172,7 +172,9 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
         "EVERROLL_TASK_QUEUE": addresses.task_queue,
         "EVERROLL_ADMIN_KEY": admin_key,
         **_torch_environment(),
-        "PYTHONPATH": os.pathsep.join(filter(None, [str(options.import_path), os.environ.get("PYTHONPATH")])),
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(options.root), str(options.import_path), os.environ.get("PYTHONPATH")])
+        ),
     }
     queues = {
         "workflows": (addresses.task_queue, "workflow"),
@@ -191,7 +193,8 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
                 "workflow" if kind == "workflow" else "activity",
             ),
             stage=2,
-            cwd=options.root,
+            # The user's directory: agents find their files where the user keeps them.
+            cwd=options.import_path,
         )
 
 
