@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
-from examples.calculator.task import draw_demonstration, draw_problem
+from examples.calculator.task import draw_demonstrations, draw_problems
 from examples.calculator.tokenizer import train_tokenizer
 from examples.calculator.tools import TOOLS
 from examples.calculator.warmup import Recipe, build_renderer, encode_demonstration, warm_up
 
-NUM_PROMPTS = 512
-NUM_DEMONSTRATIONS = 800
+NUM_PROMPTS = 480
+NUM_DEMONSTRATIONS = 840
 VOCAB_SIZE = 640
 
 
 def make(out: Path, seed: int) -> None:
     """Write the checkpoint and the prompts into `out`."""
     rng = Random(seed)
-    demonstrations = [draw_demonstration(rng) for _ in range(NUM_DEMONSTRATIONS)]
+    demonstrations = draw_demonstrations(rng, NUM_DEMONSTRATIONS)
     tokenizer = build_tokenizer(demonstrations[:100])
     renderer = build_renderer(tokenizer)
     opening = tokenizer.encode("<think>\n\n</think>\n\n")
@@ -75,7 +75,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
 
 def write_prompts(path: Path, rng: Random) -> None:
     """Write `NUM_PROMPTS` problems as JSON lines."""
-    lines = [json.dumps(draw_problem(rng).to_prompt()) for _ in range(NUM_PROMPTS)]
+    lines = [json.dumps(problem.to_prompt()) for problem in draw_problems(rng, NUM_PROMPTS)]
     path.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
 

@@ -33,11 +33,11 @@ class Encoded(NamedTuple):
 class Recipe:
     """How long and how fast to train."""
 
-    num_steps: int = 160
-    num_short_steps: int = 110
+    num_steps: int = 180
+    num_short_steps: int = 120
     """Of these, the steps without the system message."""
     batch_size: int = 16
-    learning_rate: float = 3e-3
+    learning_rate: float = 4e-3
 
 
 def build_renderer(tokenizer: PreTrainedTokenizerFast) -> Qwen3Renderer:
