@@ -1,4 +1,4 @@
-"""AdamW with a linear warm-up, and its state as named tensors.
+"""AdamW with a linear warm-up and decay, and its state as named tensors.
 
 The learning rate is a function of the step alone, so there is no scheduler state to lose.
 """
@@ -18,10 +18,16 @@ _STATE_NAMES = ("exp_avg", "exp_avg_sq", "step")
 
 
 def compute_learning_rate(train: TrainSection, step: int) -> float:
-    """Rises linearly over the first `warmup_steps` steps: step 1 gets 1 / warmup_steps of it."""
-    if step >= train.warmup_steps:
+    """Rises linearly over the first `warmup_steps` steps (step 1 gets 1 / warmup_steps of it), then falls linearly.
+
+    The fall takes `decay_steps` steps and ends at `final_lr_share`; without it the rate stays.
+    """
+    if step < train.warmup_steps:
+        return train.learning_rate * step / train.warmup_steps
+    if train.decay_steps == 0:
         return train.learning_rate
-    return train.learning_rate * step / train.warmup_steps
+    progress = min(1.0, (step - max(1, train.warmup_steps)) / train.decay_steps)
+    return train.learning_rate * (1 - progress * (1 - train.final_lr_share))
 
 
 def build_optimizer(policy: Policy, train: TrainSection) -> torch.optim.AdamW:

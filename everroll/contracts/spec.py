@@ -156,6 +156,10 @@ class TrainSection(Spec):
     """AdamW learning rate after warm-up."""
     warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Steps over which the learning rate rises linearly from 0."""
+    decay_steps: Annotated[int, Field(ge=0)] = 0
+    """Steps, counted after warm-up, over which the learning rate falls linearly to `final_lr_share`; 0 keeps it."""
+    final_lr_share: Annotated[float, Field(ge=0, le=1)] = 0.1
+    """What is left of the learning rate once it has decayed."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     """AdamW's decoupled weight decay."""
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)

@@ -180,3 +180,11 @@ def test_optimizer_state_travels_by_name(tmp_path: Path) -> None:
     assert all(torch.equal(again[name], tensors[name]) for name in tensors)
     with pytest.raises(TrainingError, match="does not fit the model"):
         import_optimizer_state(fresh, policy, {"other.weight.step": torch.zeros(())})
+
+
+def test_learning_rate_falls_linearly_and_stays_at_its_share() -> None:
+    train = TrainSection(learning_rate=1.0, warmup_steps=2, decay_steps=4, final_lr_share=0.2)
+    rates = [compute_learning_rate(train, step) for step in range(1, 9)]
+    assert rates == pytest.approx([0.5, 1.0, 0.8, 0.6, 0.4, 0.2, 0.2, 0.2])
+    flat = TrainSection(learning_rate=1.0, decay_steps=2, final_lr_share=0.0)
+    assert [compute_learning_rate(flat, step) for step in range(1, 5)] == pytest.approx([1.0, 0.5, 0.0, 0.0])
