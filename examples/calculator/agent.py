@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from everroll.agents import Episode
-
 from examples.calculator.tools import TOOLS, call_tool
 
 MAX_TURNS = 2
@@ -28,10 +27,10 @@ async def run(episode: Episode) -> dict[str, float]:
     text = ""
     for _ in range(MAX_TURNS):
         completion = await client.chat.completions.create(model=episode.model, messages=messages, tools=TOOLS)
-        message = completion.choices[0].message
-        text = message.content or ""
-        if not message.tool_calls:
-            break
+        choice = completion.choices[0]
+        message, text = choice.message, choice.message.content or ""
+        if not message.tool_calls or choice.finish_reason == "length":
+            break  # it has answered, or was cut off in the middle
         messages.append(message.model_dump(exclude_none=True))
         for call in message.tool_calls:
             answer = call_tool(call.function.name, call.function.arguments)

@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,9 +26,10 @@ from examples.calculator.warmup import Recipe, build_renderer, encode_demonstrat
 NUM_PROMPTS = 480
 NUM_DEMONSTRATIONS = 840
 VOCAB_SIZE = 640
+DEFAULT_RECIPE = Recipe()
 
 
-def make(out: Path, seed: int) -> None:
+def make(out: Path, seed: int, recipe: Recipe = DEFAULT_RECIPE) -> None:
     """Write the checkpoint and the prompts into `out`."""
     rng = Random(seed)
     demonstrations = draw_demonstrations(rng, NUM_DEMONSTRATIONS)
@@ -35,10 +38,25 @@ def make(out: Path, seed: int) -> None:
     opening = tokenizer.encode("<think>\n\n</think>\n\n")
     encoded = [encode_demonstration(renderer, opening, messages) for messages in demonstrations]
     model = build_model(tokenizer, seed)
-    warm_up(model, encoded, Recipe(), seed)
+    with one_thread():
+        warm_up(model, encoded, recipe, seed)
     model.save_pretrained(out / "model")
     tokenizer.save_pretrained(out / "model")
     write_prompts(out / "prompts.jsonl", rng)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Compute on one thread: so small a model gains little from more, and loses much on a busy machine.
+
+    It also makes the order of sums, and so the weights, the same whatever the number of cores.
+    """
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def build_tokenizer(demonstrations: list[list[dict[str, Any]]]) -> PreTrainedTokenizerFast:
@@ -84,7 +102,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="directory to write into")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
-    torch.set_num_threads(1)  # so small a model gains nothing from more, and loses much on a busy machine
     started = time.perf_counter()
     make(options.out, options.seed)
     print(f"made {options.out / 'model'} and {options.out / 'prompts.jsonl'} in {time.perf_counter() - started:.1f} s")

@@ -74,9 +74,9 @@ def warm_up(model: Qwen3ForCausalLM, demonstrations: Sequence[Encoded], recipe: 
         pool = short if step < recipe.num_short_steps else demonstrations
         rise, fall = (step + 1) / _RISING_STEPS, 1 - step / recipe.num_steps
         optimizer.param_groups[0]["lr"] = recipe.learning_rate * min(1.0, rise) * fall
-        loss = _compute_loss(model, rng.sample(pool, recipe.batch_size))
+        loss = compute_loss(model, rng.sample(pool, recipe.batch_size))
         optimizer.zero_grad()
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
     model.eval()
@@ -88,7 +88,8 @@ def _count_common_tokens(demonstrations: Sequence[Encoded]) -> int:
     return next(index for index, column in enumerate(columns) if len(set(column)) > 1)
 
 
-def _compute_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
+def compute_loss(model: Qwen3ForCausalLM, batch: Sequence[Encoded]) -> torch.Tensor:
+    """Cross-entropy per sampled token, in nats."""
     length = max(len(encoded.token_ids) for encoded in batch)
     token_ids_BT = torch.zeros(len(batch), length, dtype=torch.long)
     targets_BT = torch.full((len(batch), length), IGNORED)
