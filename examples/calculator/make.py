@@ -79,7 +79,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, seed: int) -> Qwen3ForCausal
         head_dim=32,
         max_position_embeddings=1024,
         # Turning faster than in large models: the distances that matter here are short.
-        rope_parameters={"rope_type": "default", "rope_theta": 30.0},
+        rope_theta=30.0,
         tie_word_embeddings=True,
         initializer_range=0.05,
         bos_token_id=None,
