@@ -8,6 +8,7 @@ import random
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
+from temporalio import activity
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory, FailureError
 from temporalio.worker import ActivityInboundInterceptor, ExecuteActivityInput, Interceptor
 
@@ -67,10 +68,12 @@ class _BoundaryInbound(ActivityInboundInterceptor):
             verdict = classify(error)
             if verdict.outcome is Outcome.CANCELLED or isinstance(error, (SystemExit, KeyboardInterrupt)):
                 raise
+            info = activity.info()
+            where = f"[{info.activity_type}, {info.activity_id} of {info.workflow_id}]"
             if verdict.cause_kind is not None:
                 raise ApplicationError(
-                    f"{type(error).__name__}: {error}",
+                    f"{type(error).__name__}: {error} {where}",
                     type=verdict.cause_kind.value,
                     category=ApplicationErrorCategory.BENIGN,
                 ) from error
-            raise to_application_error(error) from error
+            raise to_application_error(error, where) from error

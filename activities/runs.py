@@ -8,13 +8,13 @@ import time
 import httpx
 from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
-from temporalio.exceptions import CancelledError, TerminatedError
+from temporalio.exceptions import ApplicationError, CancelledError, FailureError, TerminatedError
 
 from activities.heartbeats import heartbeating
 from activities.preflight import Preflight
 from everroll.contracts import names
 from everroll.contracts.health import AwaitServerRequest, Survey, SurveyRequest
-from everroll.contracts.outcomes import Cause, CauseKind
+from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
 from everroll.contracts.rollout import AwaitGroupRequest, DatasetRef, GroupResult
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
@@ -56,7 +56,7 @@ class GroupActivities:
                     name = type(error.cause).__name__
                     cause = Cause(kind=CauseKind.SKIPPED, error=name, message=f"group {request.group} was ended")
                     return GroupResult(group=request.group, dropped=cause)
-                raise error.cause from error
+                raise find_terminal(error) from error
         return result
 
 
@@ -89,6 +89,16 @@ class HealthActivities:
                 return f"{type(error).__name__}: {error}"
             raise
         return None
+
+
+def find_terminal(error: BaseException) -> ApplicationError:
+    """The failure at the root of a group's, as one that is never retried: the group will not heal."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, ApplicationError):
+        cause = cause.cause if isinstance(cause, (FailureError, WorkflowFailureError)) else None
+    if cause is None:
+        return ApplicationError(str(error), type=ErrorType.PROGRAMMING.value, non_retryable=True)
+    return ApplicationError(cause.message, type=cause.type, non_retryable=True)
 
 
 def _build_reference(spec: RunSpec, dataset: Dataset) -> DatasetRef:

@@ -11,6 +11,8 @@ object, as the last line of its standard output.
 from __future__ import annotations
 
 import asyncio
+import contextvars
+import functools
 import importlib
 import inspect
 import json
@@ -18,6 +20,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -42,8 +45,10 @@ class AgentError(Exception):
 class AgentClients:
     """HTTP clients that all episodes of a worker process share."""
 
-    def __init__(self, http: httpx.AsyncClient) -> None:
+    def __init__(self, http: httpx.AsyncClient, max_threads: int = 128) -> None:
         self.http = http
+        self.threads = ThreadPoolExecutor(max_threads, thread_name_prefix="agent")
+        """For agents that are plain functions: each occupies a thread, so they get a pool of their own."""
         self._openai: AsyncOpenAI | None = None
 
     def get_openai(self) -> AsyncOpenAI:
@@ -56,6 +61,7 @@ class AgentClients:
         return self._openai
 
     async def close(self) -> None:
+        self.threads.shutdown(wait=False, cancel_futures=True)
         if self._openai is not None:
             await self._openai.close()
 
@@ -136,9 +142,15 @@ async def _run_function(function: Callable[[Episode], Any], episode: Episode) ->
     try:
         if inspect.iscoroutinefunction(function):
             return await function(episode)
-        value = await asyncio.to_thread(function, episode)
+        work = functools.partial(contextvars.copy_context().run, function, episode)
+        value = await asyncio.get_running_loop().run_in_executor(episode.clients.threads, work)
         return await value if inspect.isawaitable(value) else value
-    except Exception as error:
+    except asyncio.CancelledError as error:
+        task = asyncio.current_task()
+        if task is not None and task.cancelling():
+            raise
+        raise AgentError("CancelledError: the agent cancelled itself") from error
+    except (Exception, SystemExit) as error:
         raise AgentError(f"{type(error).__name__}: {error}") from error
 
 

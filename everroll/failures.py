@@ -110,8 +110,11 @@ def build_cause(error: BaseException, server: str | None) -> Cause:
     return Cause(kind=kind, error=type(error).__name__, message=str(error)[:_BODY_LIMIT], server=server)
 
 
-def to_application_error(error: BaseException) -> ApplicationError:
-    """The one place where a terminal exception becomes an `ApplicationError`: typed, never retried, cause kept."""
+def to_application_error(error: BaseException, where: str = "") -> ApplicationError:
+    """The one place where a terminal exception becomes an `ApplicationError`: typed, never retried, cause kept.
+
+    `where` names the activity, for people who see only the run's page.
+    """
     if isinstance(error, ApplicationError):
         return error
     verdict = classify(error)
@@ -120,7 +123,7 @@ def to_application_error(error: BaseException) -> ApplicationError:
     text = (
         str(error) if isinstance(error, (ServerStatusError, ConfigurationError)) else f"{type(error).__name__}: {error}"
     )
-    return ApplicationError(text, type=verdict.error_type.value, non_retryable=True)
+    return ApplicationError(f"{text} {where}".strip(), type=verdict.error_type.value, non_retryable=True)
 
 
 def raise_for_status(response: httpx.Response) -> None:

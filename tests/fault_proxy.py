@@ -171,7 +171,8 @@ class FaultProxy:
             if fault.kind is Kind.RESET_IN_BODY:
                 _reset(writer)
             elif fault.kind is Kind.HALF_CLOSE:
-                writer.close()
+                writer.write_eof()  # the other direction stays open
+                await writer.wait_closed()
             else:
                 await writer.wait_closed()
 

@@ -71,7 +71,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
 @contextlib.asynccontextmanager
 async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http:
-        clients = AgentClients(http)
+        clients = AgentClients(http, settings.max_episodes)
         episodes = EpisodeActivities(clients, DatasetCache(), settings.admin_key)
         collection = CollectionActivities(http, settings.admin_key)
         yield Worker(

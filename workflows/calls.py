@@ -58,6 +58,7 @@ class RunCalls:
             result_type=Weights,
             task_queue=names.train_queue(self._spec.services.task_queue),
             start_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_TRAINER_SCHEDULE_TO_CLOSE,
             heartbeat_timeout=policies.TRAIN_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary="load the model",

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+from everroll.contracts.health import EpisodesReport
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import GroupResult
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import MAX_RECENT_STEPS, RunState, StepRecord, TrainResult
 
+# Infrastructure is the abort budget's business: it pauses, where too many empty rounds fail the run.
+_INFRASTRUCTURE = (CauseKind.TRANSPORT, CauseKind.TIMEOUT, CauseKind.ENGINE)
 # What of the trainer's metrics travels with the run's state; the rest is in <run_dir>/metrics.jsonl.
 _SHOWN_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap_mean", "learning_rate")
 
@@ -14,7 +19,8 @@ _SHOWN_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap_
 class Ledger:
     """Settles every dispensed prompt exactly once (I1) and keeps the bounds on staleness and concurrency (I5)."""
 
-    def __init__(self, spec: RunSpec, state: RunState) -> None:
+    def __init__(self, spec: RunSpec, state: RunState, on_drop: Callable[[Cause], None] | None = None) -> None:
+        self._on_drop = on_drop
         self._spec = spec
         self._state = state
         self._num_in_training = 0
@@ -27,10 +33,13 @@ class Ledger:
     def _batch_size(self) -> int:
         return self._spec.rollout.groups_per_step
 
-    def can_admit(self) -> bool:
-        """Whether another group may start: within (S + 1) x batch, and never more than the run still needs."""
+    def can_admit(self, stopping: bool = False) -> bool:
+        """Whether another group may start: within (S + 1) x batch, and never more than the run still needs.
+
+        `stopping`: the run ends with the step that it is in, which may still lack groups.
+        """
         outstanding = len(self._state.in_flight) + len(self._state.ready) + self._num_in_training
-        steps_left = self._spec.run.num_steps - self._state.step
+        steps_left = min(self._spec.run.num_steps - self._state.step, 1 if stopping else self._spec.run.num_steps)
         limit = min(self._spec.rollout.max_staleness + 1, steps_left) * self._batch_size
         return outstanding < limit
 
@@ -47,9 +56,6 @@ class Ledger:
         del state.in_flight[result.group]
         state.num_episodes += result.num_episodes
         state.num_sampled_tokens += result.num_sampled_tokens
-        for cause, count in result.unusable.items():
-            _add(state.unusable_episodes, cause, count)
-            _add(state.pending_unusable, cause, count)
         state.last_cause = result.dropped or result.last_cause or state.last_cause
         if result.dropped is not None:
             self._drop(result.dropped)
@@ -58,6 +64,16 @@ class Ledger:
         self._drop_stale()
         if result in state.ready:
             state.consecutive_dropped = 0
+
+    def note_report(self, report: EpisodesReport) -> None:
+        """Count aborted and failed episodes as they are reported."""
+        counts = dict(report.failed)
+        for abort in report.aborts:
+            _add(counts, abort.cause.kind.value, abort.count)
+            self._state.last_cause = abort.cause
+        for kind, count in counts.items():
+            _add(self._state.unusable_episodes, kind, count)
+            _add(self._state.pending_unusable, kind, count)
 
     def is_behind(self, result: GroupResult) -> bool:
         """Whether an engine served this group older weights than were out when it started: it lost them."""
@@ -133,10 +149,13 @@ class Ledger:
 
     def _drop(self, cause: Cause) -> None:
         state = self._state
-        state.consecutive_dropped += 1
+        if cause.kind not in _INFRASTRUCTURE:
+            state.consecutive_dropped += 1
         state.last_cause = cause
         _add(state.dropped_groups, cause.kind.value, 1)
         _add(state.pending_dropped, cause.kind.value, 1)
+        if self._on_drop is not None:
+            self._on_drop(cause)
 
 
 def _add(counts: dict[str, int], key: str, count: int) -> None:

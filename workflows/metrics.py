@@ -5,6 +5,8 @@ from __future__ import annotations
 from temporalio import workflow
 
 with workflow.unsafe.imports_passed_through():
+    from everroll.contracts.health import EpisodesReport
+    from everroll.contracts.outcomes import Cause
     from everroll.contracts.rollout import GroupResult
     from everroll.contracts.training import RunStatus
 
@@ -23,14 +25,21 @@ class RunMetrics:
         self._in_flight = meter.create_gauge("everroll_groups_in_flight", "Groups started and not settled")
         self._paused = meter.create_gauge("everroll_paused", "1 while the run is paused")
 
+    def count_drop(self, cause: Cause) -> None:
+        self._groups.add(1, {"fate": "dropped", "cause": cause.kind.value})
+
+    def count_trained(self, num_groups: int) -> None:
+        self._groups.add(num_groups, {"fate": "trained", "cause": ""})
+
     def count_group(self, result: GroupResult) -> None:
-        fate = "dropped" if result.dropped else "ready"
-        cause = result.dropped.kind.value if result.dropped else ""
-        self._groups.add(1, {"fate": fate, "cause": cause})
         self._episodes.add(result.num_episodes)
         self._tokens.add(result.num_sampled_tokens)
-        for kind, count in result.unusable.items():
+
+    def count_report(self, report: EpisodesReport) -> None:
+        for kind, count in report.failed.items():
             self._unusable.add(count, {"cause": kind})
+        for abort in report.aborts:
+            self._unusable.add(abort.count, {"cause": abort.cause.kind.value})
 
     def show(self, status: RunStatus) -> None:
         self._step.set(status.step)

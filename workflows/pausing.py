@@ -8,11 +8,11 @@ from datetime import timedelta
 from typing import Any
 
 from temporalio import workflow
-from temporalio.exceptions import ApplicationError, FailureError
+from temporalio.exceptions import ApplicationError, FailureError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
-    from everroll.contracts.health import AwaitServerRequest, EpisodesReport, Pause
+    from everroll.contracts.health import AwaitServerRequest, EpisodesReport, HoldRequest, Pause
     from everroll.contracts.outcomes import ErrorType
     from everroll.contracts.spec import RunSpec
     from everroll.contracts.training import RunState
@@ -35,8 +35,8 @@ class PauseControl:
         self._spec = spec
         self._state = state
         self._budget = AbortBudget(spec.rollout.abort_budget, state.budget)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self._probe: asyncio.Task[None] | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
+        self._waiting: asyncio.Task[None] | None = None
         self.fatal: BaseException | None = None
         """Set when the run must fail: by policy, or because nobody ended a pause."""
 
@@ -45,9 +45,11 @@ class PauseControl:
         return self._state.pause is not None
 
     def restore(self) -> None:
-        """After continue-as-new: go on probing."""
-        if self._state.pause is not None and self._state.pause.server is not None:
-            self._start_probe(self._state.pause.server)
+        """After continue-as-new: go on waiting for the end of a pause, and tell groups again where they stand."""
+        if self._state.pause is not None:
+            self._start_waiting(self._state.pause)
+        if self._state.hold_number:
+            self._tell_groups()
 
     def take(self, report: EpisodesReport) -> None:
         """Count a group's report; pause or fail when the budget is exceeded."""
@@ -64,9 +66,8 @@ class PauseControl:
     def begin(self, pause: Pause) -> None:
         workflow.logger.warning("run %s is paused: %s", self._spec.run.name, pause.message)
         self._state.pause = pause
-        self._hold_groups(True)
-        if pause.server is not None:
-            self._start_probe(pause.server)
+        self._change_hold()
+        self._start_waiting(pause)
         self._on_change()
 
     def end(self) -> None:
@@ -76,29 +77,65 @@ class PauseControl:
         workflow.logger.info("run %s goes on", self._spec.run.name)
         self._state.pause = None
         self._budget.reset()
-        if self._probe is not None:
-            self._probe.cancel()
-        self._hold_groups(False)
+        if self._waiting is not None:
+            self._waiting.cancel()
+        self._change_hold()
         self._on_change()
+
+    @property
+    def hold(self) -> HoldRequest:
+        """What groups must know now."""
+        return HoldRequest(number=self._state.hold_number, held=self.paused)
+
+    def tell_group(self, group: int) -> None:
+        """Tell a group in flight whether to hold."""
+        self._spawn(self._tell_group(group, self.hold))
 
     async def close(self) -> None:
         """Cancel what is under way."""
-        for task in self._tasks:
+        for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _start_probe(self, server: str) -> None:
-        self._probe = self._spawn(self._await_server(server))
+    def _change_hold(self) -> None:
+        self._state.hold_number += 1
+        self._tell_groups()
+
+    def _tell_groups(self) -> None:
+        for group in self._state.in_flight:
+            self.tell_group(group)
+
+    def _start_waiting(self, pause: Pause) -> None:
+        self._waiting = self._spawn(self._wait_for_end(pause))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(lambda done: self._tasks.pop(done, None))
         return task
 
-    async def _await_server(self, server: str) -> None:
-        """Wait in one long activity, however long the outage, so that the history stays short."""
-        limit = timedelta(seconds=self._spec.rollout.abort_budget.max_pause_seconds)
+    async def _wait_for_end(self, pause: Pause) -> None:
+        """Probe the server that is to blame; a pause that nothing ends fails the run."""
+        limit = self._spec.rollout.abort_budget.max_pause_seconds
+        remaining = timedelta(seconds=max(1.0, limit - (workflow.time() - pause.since)))
+        if pause.server is None:
+            await asyncio.sleep(remaining.total_seconds())
+            answered = False
+        else:
+            answered = await self._await_server(pause.server, remaining)
+        if self._state.pause is not pause:
+            return  # somebody went on meanwhile
+        if not answered:
+            text = f"nothing ended this pause within {limit:.0f} s: {pause.message}"
+            self.fatal = ApplicationError(text, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
+            return
+        await self._before_recovery()  # a server that was away may have lost the weights
+        if self._state.pause is pause:
+            self._waiting = None
+            self.end()
+
+    async def _await_server(self, server: str, limit: timedelta) -> bool:
+        """One long activity, however long the outage, so that the history stays short."""
         try:
             await workflow.execute_activity(
                 names.AWAIT_SERVER,
@@ -111,26 +148,16 @@ class PauseControl:
                 summary=f"probe {server}",
             )
         except FailureError as error:
-            pause = self._state.pause
-            message = f"{server} did not answer again; {pause.message if pause else error}"
-            self.fatal = ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
-            return
-        self._probe = None
-        await self._before_recovery()  # a server that was away may have lost the weights
-        self.end()
+            if is_cancelled_exception(error):
+                raise asyncio.CancelledError from error
+            workflow.logger.warning("%s did not answer again: %s", server, error)
+            return False
+        return True
 
-    def _hold_groups(self, held: bool) -> None:
-        for group in self._state.in_flight:
-            self.hold_group(group, held)
-
-    def hold_group(self, group: int, held: bool) -> None:
-        """Tell a group in flight."""
-        self._spawn(self._hold_group(group, held))
-
-    async def _hold_group(self, group: int, held: bool) -> None:
+    async def _tell_group(self, group: int, request: HoldRequest) -> None:
         handle = workflow.get_external_workflow_handle(names.group_workflow_id(self._spec.run.name, group))
         try:
-            await handle.signal(names.SIGNAL_HOLD, held)
+            await handle.signal(names.SIGNAL_HOLD, request)
         except FailureError as error:
-            # The group ended meanwhile.
-            workflow.logger.info("group %d was not put on hold: %s", group, error)
+            # The group ended meanwhile, or has not started: then it is told once it has.
+            workflow.logger.info("group %d was not told to hold or go on: %s", group, error)

@@ -11,6 +11,7 @@ from datetime import timedelta
 from temporalio.common import RetryPolicy
 
 from everroll.contracts.outcomes import ErrorType
+from everroll.contracts.spec import RolloutSection
 
 RETRY = RetryPolicy(
     initial_interval=timedelta(seconds=0.5),
@@ -32,18 +33,18 @@ FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
     ExceptionGroup,
 ]
 
-COLLECT_START_TO_CLOSE = timedelta(minutes=5)
-COLLECT_SCHEDULE_TO_CLOSE = timedelta(minutes=30)
 LIGHT_START_TO_CLOSE = timedelta(seconds=30)
 LIGHT_SCHEDULE_TO_CLOSE = timedelta(minutes=15)
 RELEASE_SCHEDULE_TO_CLOSE = timedelta(seconds=60)
 PREPARE_START_TO_CLOSE = timedelta(minutes=2)
 PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=10)
+PREPARE_TRAINER_SCHEDULE_TO_CLOSE = timedelta(hours=2)
 TRAIN_HEARTBEAT = timedelta(seconds=30)
 PUBLISH_HEARTBEAT = timedelta(seconds=15)
 AWAIT_GROUP_HEARTBEAT = timedelta(seconds=30)
-EPISODE_GRACE = timedelta(seconds=30)
-"""Beyond the episode's own deadline, which the activity enforces itself."""
+_CALL_LIMIT = timedelta(seconds=180)
+"""Longest that one call to the session server can take: the sum of the HTTP client's timeouts, and back-off."""
+_ACTIVITY_GRACE = timedelta(seconds=30)
 ATTEMPTS_ALLOWANCE = 10
 """How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""
 
@@ -57,3 +58,18 @@ _MAX_REFILL_BACKOFF_SECONDS = 60.0
 def refill_backoff_seconds(first: float, attempt: int) -> float:
     """Wait before a member is sampled again after infrastructure failed."""
     return min(first * 2.0**attempt, max(first, _MAX_REFILL_BACKOFF_SECONDS))
+
+
+def calls_limit(rollout: RolloutSection) -> timedelta:
+    """Time for all attempts at one call: they end by themselves before Temporal ends them."""
+    return _CALL_LIMIT * rollout.collect_attempts + _ACTIVITY_GRACE
+
+
+def episode_start_to_close(rollout: RolloutSection) -> timedelta:
+    """The episode's own deadline, which the activity enforces itself, and the opening of its session."""
+    return timedelta(seconds=rollout.episode_timeout_seconds) + calls_limit(rollout)
+
+
+def episode_schedule_to_close(rollout: RolloutSection) -> timedelta:
+    """With all retries after lost workers, and the wait for a worker."""
+    return timedelta(seconds=rollout.group_timeout_seconds) + calls_limit(rollout)

@@ -21,6 +21,7 @@ class GroupReporter:
         self._run_workflow_id = run_workflow_id
         self._group = group
         self._num_collected = 0
+        self._failed: dict[str, int] = {}
         self._aborts: dict[tuple[str | None, str], AbortSummary] = {}
         self._sending: asyncio.Task[None] | None = None
 
@@ -28,6 +29,9 @@ class GroupReporter:
         """Count an episode; an abort is reported at once, together with what came in meanwhile."""
         if outcome.status is not SampleStatus.ABORTED or outcome.cause is None:
             self._num_collected += 1
+            if outcome.cause is not None:
+                kind = outcome.cause.kind.value
+                self._failed[kind] = self._failed.get(kind, 0) + 1
             return
         self._add_abort(outcome.cause, workflow.time())
         if self._sending is None or self._sending.done():
@@ -36,9 +40,12 @@ class GroupReporter:
     def take(self) -> EpisodesReport:
         """What was not reported yet."""
         report = EpisodesReport(
-            group=self._group, num_collected=self._num_collected, aborts=list(self._aborts.values())
+            group=self._group,
+            num_collected=self._num_collected,
+            failed=self._failed,
+            aborts=list(self._aborts.values()),
         )
-        self._num_collected, self._aborts = 0, {}
+        self._num_collected, self._failed, self._aborts = 0, {}, {}
         return report
 
     async def finish(self) -> None:

@@ -7,9 +7,11 @@ from datetime import timedelta
 
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, is_cancelled_exception
+from temporalio.exceptions import TimeoutError as TemporalTimeoutError
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
+    from everroll.contracts.health import HoldRequest
     from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
     from everroll.contracts.rollout import (
         BlobRef,
@@ -39,7 +41,7 @@ class RolloutGroup:
         self.unusable: list[EpisodeOutcome] = []
         self.session_ids: list[str] = []
         self.num_episodes = 0
-        self.held = request.held
+        self.hold_request = request.hold
         self.reporter = GroupReporter(names.run_workflow_id(request.run), request.group)
 
     @workflow.run
@@ -60,11 +62,16 @@ class RolloutGroup:
         return result.model_copy(update={"duration_seconds": workflow.time() - started, "report": self.reporter.take()})
 
     @workflow.signal(name=names.SIGNAL_HOLD, description="Start no new episode while true")
-    def hold(self, held: bool) -> None:
-        self.held = held
+    def hold(self, request: HoldRequest) -> None:
+        if request.number > self.hold_request.number:
+            self.hold_request = request
+
+    @property
+    def held(self) -> bool:
+        return self.hold_request.held
 
     async def _play_members_within(self, timeout_seconds: float) -> list[EpisodeOutcome]:
-        """Play all members; time on hold does not count.
+        """Play all members; time on hold does not count, but is bounded too.
 
         Raises:
             TimeoutError: the deadline has passed.
@@ -74,7 +81,8 @@ class RolloutGroup:
         try:
             while not playing.done():
                 if self.held:
-                    await workflow.wait_condition(lambda: playing.done() or not self.held)
+                    limit = self.request.rollout.abort_budget.max_pause_seconds
+                    await workflow.wait_condition(lambda: playing.done() or not self.held, timeout=limit)
                     continue
                 since = workflow.now()
                 await workflow.wait_condition(lambda: playing.done() or self.held, timeout=remaining)
@@ -82,6 +90,7 @@ class RolloutGroup:
             return await playing
         finally:
             playing.cancel()
+            await asyncio.gather(playing, return_exceptions=True)
 
     async def _play_members(self) -> list[EpisodeOutcome]:
         """One outcome per member, ordered by member. The first terminal failure ends the group."""
@@ -111,10 +120,24 @@ class RolloutGroup:
         key = EpisodeKey(run=self.request.run, group=self.request.group, member=member, attempt=attempt)
         self.num_episodes += 1
         self.session_ids.append(key.session_id)
-        report = await self._run_episode(key)
+        try:
+            report = await self._run_episode(key)
+        except ActivityError as error:
+            report = EpisodeReport(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
         if report.status is SampleStatus.ABORTED:
             return merge_outcome(report, None)
-        return merge_outcome(report, await self._collect_samples(key))
+        try:
+            collected = await self._collect_samples(key)
+        except ActivityError as error:
+            collected = CollectResult(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
+        return merge_outcome(report, collected)
+
+    def _build_timeout(self, error: ActivityError) -> Cause:
+        """An activity that ran out of time, its retries included, costs one sample; any other failure is raised."""
+        if not isinstance(error.cause, TemporalTimeoutError):
+            raise error
+        text = f"activity {error.activity_id}: {error.cause}; is a rollout worker running, and not stuck?"
+        return Cause(kind=CauseKind.TIMEOUT, error="TimeoutError", message=text, server=self.request.session_url)
 
     async def _run_episode(self, key: EpisodeKey) -> EpisodeReport:
         request, rollout = self.request, self.request.rollout
@@ -133,8 +156,8 @@ class RolloutGroup:
             result_type=EpisodeReport,
             task_queue=names.rollout_queue(request.task_queue),
             activity_id=f"episode-{key.member}-{key.attempt}",
-            start_to_close_timeout=timedelta(seconds=rollout.episode_timeout_seconds) + policies.EPISODE_GRACE,
-            schedule_to_close_timeout=timedelta(seconds=rollout.group_timeout_seconds),
+            start_to_close_timeout=policies.episode_start_to_close(rollout),
+            schedule_to_close_timeout=policies.episode_schedule_to_close(rollout),
             heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
             summary=f"group {key.group} member {key.member}" + (f" refill {key.attempt}" if key.attempt else ""),
@@ -155,8 +178,8 @@ class RolloutGroup:
             result_type=CollectResult,
             task_queue=names.rollout_queue(request.task_queue),
             activity_id=f"collect-{key.member}-{key.attempt}",
-            start_to_close_timeout=policies.COLLECT_START_TO_CLOSE,
-            schedule_to_close_timeout=policies.COLLECT_SCHEDULE_TO_CLOSE,
+            start_to_close_timeout=policies.calls_limit(rollout),
+            schedule_to_close_timeout=policies.calls_limit(rollout) * policies.ATTEMPTS_ALLOWANCE,
             heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
             summary=f"session {key.session_id}",
@@ -166,9 +189,10 @@ class RolloutGroup:
     async def _settle(self, outcomes: list[EpisodeOutcome]) -> GroupResult:
         """Drop the group for a named cause, or store it."""
         lost = next((outcome for outcome in outcomes if not outcome.is_trainable), None)
-        if lost is not None and lost.cause is not None:
-            message = f"member {lost.key.member} after {lost.key.attempt + 1} attempts: {lost.cause.message}"
-            return self._build_dropped(outcomes, lost.cause.model_copy(update={"message": message}))
+        if lost is not None:
+            cause = lost.cause or Cause(kind=CauseKind.NO_REWARD, message=f"status {lost.status.value}")
+            message = f"member {lost.key.member} after {lost.key.attempt + 1} attempts: {cause.message}"
+            return self._build_dropped(outcomes, cause.model_copy(update={"message": message}))
         rewards = [outcome.reward for outcome in outcomes]
         if self.request.rollout.drop_zero_variance and len(set(rewards)) == 1:
             cause = Cause(kind=CauseKind.ZERO_VARIANCE, message=f"all rewards are {rewards[0]}")

@@ -14,11 +14,13 @@ from typing import Any, NoReturn
 
 from temporalio import workflow
 from temporalio.exceptions import (
+    ActivityError,
     ApplicationError,
     CancelledError,
     ChildWorkflowError,
     FailureError,
     TerminatedError,
+    is_cancelled_exception,
 )
 from temporalio.workflow import ChildWorkflowCancellationType, ChildWorkflowHandle, ParentClosePolicy
 
@@ -51,21 +53,22 @@ class TrainingRun:
     def __init__(self, request: TrainingRunRequest) -> None:
         self.spec = request.spec
         self.state = request.state or RunState()
-        self.ledger = Ledger(self.spec, self.state)
+        self.metrics = RunMetrics(self.spec.run.name)
+        self.ledger = Ledger(self.spec, self.state, self.metrics.count_drop)
         self.phase = Phase.PREPARING
-        self.stop_requested = False
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.survey: Survey | None = None
         self.group_failure: BaseException | None = None
         self.publishing = asyncio.Lock()
         self.published = self.state.weights
-        self.followers: set[asyncio.Task[None]] = set()
+        self.followers: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
+        self.reattached: list[int] = []
+        """Groups of an earlier generation, which only an external handle reaches."""
         self.starting: set[int] = set()
         """Groups whose start the server has not confirmed."""
         self.closing = False
         self.num_settled = 0
         self.calls = RunCalls(self.spec)
-        self.metrics = RunMetrics(self.spec.run.name)
 
     @workflow.run
     async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
@@ -73,17 +76,29 @@ class TrainingRun:
             await self._prepare()
             self._reattach_groups()
             self.pauses.restore()
-            while self.state.step < self.spec.run.num_steps and not self.stop_requested:
+            while not self._is_finished():
                 await self._take_step()
-                if workflow.info().is_continue_as_new_suggested():
+                if workflow.info().is_continue_as_new_suggested() and not self._is_finished():
                     await self._continue_as_new()
+        except asyncio.CancelledError:
+            self._enter(Phase.CANCELED)
+            raise
         except FailureError as error:
             self._enter(Phase.FAILED)
             raise_root(error)
+        except Exception:
+            self._enter(Phase.FAILED)
+            raise
         finally:
             await self._cancel_groups()
-        self._enter(Phase.STOPPED if self.stop_requested else Phase.COMPLETED)
-        return self._build_result()
+        result = self._build_result()
+        self._enter(Phase.STOPPED if result.stopped else Phase.COMPLETED)
+        return result
+
+    def _is_finished(self) -> bool:
+        if self.fatal is not None:
+            raise self.fatal
+        return self.state.stop_requested or self.state.step >= self.spec.run.num_steps
 
     # The algorithm
 
@@ -116,6 +131,7 @@ class TrainingRun:
         applied = workflow.time()
         self._enter(Phase.PUBLISHING)
         await self._publish(trained.weights)
+        self.metrics.count_trained(len(batch))
         self.ledger.finish_step(
             batch,
             trained,
@@ -160,30 +176,32 @@ class TrainingRun:
         return self.fatal is not None or self.ledger.has_batch()
 
     def _admit_groups(self) -> None:
-        if self.fatal is not None or self.stop_requested or self.closing or self.pauses.paused:
+        if self.fatal is not None or self.closing or self.pauses.paused:
             return
-        while self.ledger.can_admit():
+        while self.ledger.can_admit(self.state.stop_requested):
             group = self.ledger.admit()
             self.starting.add(group)
             self._follow(self._play_group(group))
 
     def _reattach_groups(self) -> None:
         """Groups that were in flight when the run continued as new still are."""
-        for group in self.state.in_flight:
+        self.reattached = sorted(self.state.in_flight)
+        for group in self.reattached:
             self._follow(self._await_group(group))
 
     def _follow(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self.followers.add(task)
-        task.add_done_callback(self.followers.discard)
+        self.followers[task] = None
+        task.add_done_callback(lambda done: self.followers.pop(done, None))
         return task
 
     async def _play_group(self, group: int) -> None:
         try:
+            hold = self.pauses.hold
             child = await self._start_group(group)
             self.starting.discard(group)
-            if self.pauses.paused:
-                self.pauses.hold_group(group, True)
+            if self.pauses.hold != hold:
+                self.pauses.tell_group(group)
             self._settle(await child)
         except ChildWorkflowError as error:
             self._settle_failure(group, error)
@@ -213,6 +231,7 @@ class TrainingRun:
                 result_type=GroupResult,
                 task_queue=self.spec.services.task_queue,
                 start_to_close_timeout=self._group_limit(),
+                schedule_to_close_timeout=self._group_limit(),
                 heartbeat_timeout=policies.AWAIT_GROUP_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary=f"re-attached to group {group}",
@@ -229,9 +248,16 @@ class TrainingRun:
         self.num_settled += 1
         self.survey = None
         if result.report is not None:
-            self.pauses.take(result.report)
+            self._take_report(result.report)
         self._admit_groups()
         self._show()
+
+    def _take_report(self, report: EpisodesReport) -> None:
+        self.ledger.note_report(report)
+        self.metrics.count_report(report)
+        self.pauses.take(report)
+        if any(abort.cause.kind is CauseKind.ENGINE for abort in report.aborts):
+            self._publish_again()
 
     def _publish_again(self) -> None:
         """Bring engines that lost the weights, by a restart, back to the version that is out. Idempotent."""
@@ -243,8 +269,14 @@ class TrainingRun:
             async with self.publishing:
                 if self.published is not None:
                     await self.calls.publish(self.published)
-        except FailureError as error:
-            self.group_failure = self.group_failure or error
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            if isinstance(error.cause, ApplicationError) and error.cause.non_retryable:
+                self.group_failure = self.group_failure or error
+            else:
+                # The engine is still away: its next failure tells, or the next step's publish does.
+                workflow.logger.warning("weights could not be published again: %s", error.cause)
 
     async def _publish(self, weights: Weights) -> None:
         """Never two versions at once, so that a late one cannot undo a newer one."""
@@ -266,15 +298,21 @@ class TrainingRun:
         """The run is over: no group goes on without it."""
         self.closing = True
         await self.pauses.close()
-        for task in self.followers:
+        orphans = [group for group in self.reattached if group in self.state.in_flight]
+        for task in list(self.followers):
             task.cancel()
-        await asyncio.gather(*self.followers, return_exceptions=True)
+        await asyncio.gather(*self.followers, *map(self._cancel_group, orphans), return_exceptions=True)
+
+    async def _cancel_group(self, group: int) -> None:
+        handle = workflow.get_external_workflow_handle(names.group_workflow_id(self.spec.run.name, group))
+        await handle.cancel()
 
     async def _continue_as_new(self) -> NoReturn:
         """Carry the whole state on. Groups in flight go on by themselves and are re-attached."""
         self.closing = True
         await workflow.wait_condition(self._can_close)
         self.followers.clear()
+        self.reattached.clear()
         self.state.generation += 1
         workflow.continue_as_new(TrainingRunRequest(spec=self.spec, state=self.state))
 
@@ -291,7 +329,7 @@ class TrainingRun:
             session_url=self.spec.services.session_url,
             store_url=self.spec.services.store_url,
             task_queue=self.spec.services.task_queue,
-            held=self.pauses.paused,
+            hold=self.pauses.hold,
         )
 
     def _group_limit(self) -> timedelta:
@@ -326,16 +364,14 @@ class TrainingRun:
             mean_reward=state.recent_steps[-1].mean_reward if state.recent_steps else None,
             recent_steps=state.recent_steps,
             generation=state.generation,
-            stop_requested=self.stop_requested,
+            stop_requested=state.stop_requested,
             pause=state.pause,
             survey=self.survey,
         )
 
     @workflow.signal(name=names.SIGNAL_REPORT, description="A group reports aborted episodes")
     def report_episodes(self, report: EpisodesReport) -> None:
-        self.pauses.take(report)
-        if any(abort.cause.kind is CauseKind.ENGINE for abort in report.aborts):
-            self._publish_again()
+        self._take_report(report)
         self._show()
 
     @workflow.update(name=names.UPDATE_PAUSE, description="Start no new group and no new episode")
@@ -360,12 +396,14 @@ class TrainingRun:
 
     @workflow.signal(name=names.SIGNAL_STOP, description="Stop after the step the run is in")
     def stop(self) -> None:
-        self.stop_requested = True
+        self.state.stop_requested = True
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
-        reward = self.state.recent_steps[-1].mean_reward if self.state.recent_steps else None
-        workflow.upsert_search_attributes(update_search_attributes(self.spec.run.name, self.state.step, phase, reward))
+        status = self.status()
+        workflow.upsert_search_attributes(
+            update_search_attributes(status.run, status.step, status.phase, status.mean_reward)
+        )
         self._show()
 
     def _show(self) -> None:
@@ -381,7 +419,7 @@ class TrainingRun:
             trained_groups=self.state.trained_groups,
             dropped_groups=self.state.dropped_groups,
             unusable_episodes=self.state.unusable_episodes,
-            stopped=self.stop_requested and self.state.step < self.spec.run.num_steps,
+            stopped=self.state.stop_requested and self.state.step < self.spec.run.num_steps,
         )
 
 

@@ -23,7 +23,9 @@ class EpisodesReport(Payload):
 
     group: int
     num_collected: int
-    """Episodes that were collected."""
+    """Episodes that were collected, whatever their agents did."""
+    failed: dict[str, int] = Field(default_factory=dict)
+    """Those of them that gave no verdict, by cause kind."""
     aborts: list[AbortSummary] = Field(default_factory=list)
 
 
@@ -60,6 +62,13 @@ class Pause(Payload):
     """The run goes on by itself when this server answers again."""
     requested: bool = False
     """True if a person asked for it."""
+
+
+class HoldRequest(Payload):
+    """Signal of a run to its groups. Signals can overtake each other: the highest number holds."""
+
+    number: int
+    held: bool
 
 
 class SteerRequest(Payload):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from everroll.contracts.base import Payload
-from everroll.contracts.health import EpisodesReport
+from everroll.contracts.health import EpisodesReport, HoldRequest
 from everroll.contracts.names import session_id
 from everroll.contracts.outcomes import Cause, SampleStatus
 from everroll.contracts.spec import AgentSpec, RolloutSection, SamplingSpec
@@ -66,7 +66,8 @@ class EpisodeReport(Payload):
     key: EpisodeKey
     status: SampleStatus
     """COMPLETED, FAILED (the agent raised) or ABORTED (no session could be had)."""
-    prompt_index: int
+    prompt_index: int | None = None
+    """None when the episode never got so far."""
     reward: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     cause: Cause | None = None
@@ -112,7 +113,8 @@ class EpisodeOutcome(Payload):
 
     key: EpisodeKey
     status: SampleStatus
-    prompt_index: int
+    prompt_index: int | None = None
+    """None when the episode never got so far."""
     reward: float | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
     samples: SamplesRef | None = None
@@ -137,8 +139,8 @@ class GroupRequest(Payload):
     session_url: str
     store_url: str
     task_queue: str
-    held: bool = False
-    """Start on hold: the run is paused."""
+    hold: HoldRequest = HoldRequest(number=0, held=False)
+    """Whether to start on hold, because the run is paused."""
 
 
 class StoreGroupRequest(Payload):
@@ -157,7 +159,7 @@ class GroupManifest(Payload):
     schema_version: int = 1
     run: str
     group: int
-    prompt_index: int
+    prompt_index: int | None = None
     outcomes: list[EpisodeOutcome]
     """One per member, ordered by member; all trainable."""
 

@@ -98,6 +98,7 @@ class Phase(StrEnum):
     PAUSED = "paused"
     COMPLETED = "completed"
     STOPPED = "stopped"
+    CANCELED = "canceled"
     FAILED = "failed"
 
 
@@ -155,6 +156,9 @@ class RunState(Payload):
     """Times continued as new."""
     budget: BudgetState = Field(default_factory=BudgetState)
     pause: Pause | None = None
+    hold_number: int = 0
+    """Counts changes between pausing and going on."""
+    stop_requested: bool = False
 
 
 class TrainingRunRequest(Payload):

@@ -160,10 +160,18 @@ class SessionCore:
     async def engine_trouble(self, session_id: str) -> Cause | None:
         """How the latest model call failed in the engines, unless a later one succeeded.
 
+        A call that is still under way when samples are collected counts too: its agent gave up waiting.
+
         Raises:
             UnknownSessionError: no such session.
         """
-        return (await self._get(session_id)).engine_trouble
+        session = await self._get(session_id)
+        if any(owner == session_id for owner, _ in self._in_flight):
+            text = f"a model call of session {session_id} has had no answer when its samples were collected"
+            return Cause(
+                kind=CauseKind.ENGINE, error="NoAnswer", message=text, server=self._maker.engine_url(session_id)
+            )
+        return session.engine_trouble
 
     async def release(self, session_id: str) -> None:
         """Refuse further turns, free memory, keep journal and digest. Unknown and released sessions are left alone."""

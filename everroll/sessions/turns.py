@@ -74,6 +74,7 @@ class TurnMaker:
     def __init__(self, renderer: ChatRenderer, upstream: Upstream) -> None:
         self._renderer = renderer
         self._upstream = upstream
+        self.engine_url = upstream.engine_url
 
     async def make(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
         """Sample the answer to a request that has no recorded one.

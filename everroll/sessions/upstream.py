@@ -32,6 +32,13 @@ class Upstream:
         self.failures: Counter[str] = Counter()
         """Failed calls by class of error, for people."""
 
+    def engine_url(self, session_id: str) -> str:
+        """The engine that a session's calls go to first."""
+        return self.engines[self._first(session_id)].base_url
+
+    def _first(self, session_id: str) -> int:
+        return zlib.crc32(session_id.encode()) % len(self.engines)
+
     async def generate(self, session_id: str, request: GenerateRequest) -> Completion:
         """Sample one completion.
 
@@ -40,7 +47,7 @@ class Upstream:
             BrokenAnswerError: an engine's answer cannot be trusted.
             PromptRefusedError: the engine refused the request itself.
         """
-        first = zlib.crc32(session_id.encode()) % len(self.engines)
+        first = self._first(session_id)
         away = []
         for engine in (*self.engines[first:], *self.engines[:first]):
             try:

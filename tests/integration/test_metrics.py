@@ -33,7 +33,7 @@ async def test_prometheus(temporal_server: TemporalServer, run_name: str, task_q
         return sum(number for key, number in series.items() if key.startswith(name) and all(x in key for x in labels))
 
     assert value("everroll_groups_settled", 'fate="dropped"', 'cause="transport"') == 1
-    assert value("everroll_groups_settled", 'fate="ready"') == 4
+    assert value("everroll_groups_settled", 'fate="trained"') == 4
     assert value("everroll_episodes_unusable", 'cause="transport"') == 1
     assert value("everroll_episodes_played") == 10
     assert value("everroll_step{") == 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
+from everroll.contracts.health import AbortSummary, EpisodesReport
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import BlobRef, GroupResult
 from everroll.contracts.spec import RunSpec
@@ -103,9 +104,14 @@ def test_a_stale_group_is_dropped_and_replaced() -> None:
 def test_counts_by_cause_reach_the_step_record() -> None:
     state = RunState(weights=Weights(version=0, path="w"), in_flight={0: 0, 1: 0}, next_group=2)
     ledger = Ledger(build_spec(batch=1, num_steps=2, max_staleness=1), state)
-    ledger.settle(dropped(0).model_copy(update={"unusable": {"agent": 2}, "num_episodes": 3}))
+    ledger.note_report(EpisodesReport(group=0, num_collected=2, failed={"agent": 2}))
+    ledger.settle(dropped(0))
     assert state.consecutive_dropped == 1
-    ledger.settle(ready(1, 0).model_copy(update={"unusable": {"transport": 1}}))
+    lost = Cause(kind=CauseKind.TRANSPORT, error="ReadError", server="http://x")
+    aborts = [AbortSummary(cause=lost, count=1, first_at=1.0, last_at=1.0)]
+    ledger.note_report(EpisodesReport(group=1, num_collected=2, aborts=aborts))
+    assert state.last_cause == lost
+    ledger.settle(ready(1, 0))
     assert state.consecutive_dropped == 0
     assert ledger.has_batch()
     finish(ledger, state, ledger.take_batch())
