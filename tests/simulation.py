@@ -92,6 +92,8 @@ class Simulation:
     stored: dict[int, StoreGroupRequest] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     trained: list[TrainRequest] = field(default_factory=list)
+    events: list[str] = field(default_factory=list)
+    """Collections, stores and releases in order, each with its group."""
     published: list[int] = field(default_factory=list)
     gate: asyncio.Event | None = None
     """When given, episodes wait for it."""
@@ -130,6 +132,7 @@ class Simulation:
 
     @activity.defn(name=names.COLLECT_SAMPLES)
     async def collect_samples(self, request: CollectRequest) -> CollectResult:
+        self.events.append(f"collect {request.key.group}")
         if self.collect is not None:
             return self.collect(request.key)
         return self.build_collected(request.key)
@@ -147,11 +150,13 @@ class Simulation:
 
     @activity.defn(name=names.STORE_GROUP)
     async def store_group(self, request: StoreGroupRequest) -> BlobRef:
+        self.events.append(f"store {request.group}")
         self.stored[request.group] = request
         return BlobRef(uri=f"groups/{request.group}", sha256="0", num_bytes=1)
 
     @activity.defn(name=names.RELEASE_SESSIONS)
     async def release_sessions(self, request: ReleaseRequest) -> ReleaseResult:
+        self.events.append(f"release {request.session_ids[0].rsplit('-', 3)[1]}")
         self.released += request.session_ids
         return ReleaseResult(released=len(request.session_ids), failed=0)
 

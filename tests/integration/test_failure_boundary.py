@@ -158,8 +158,8 @@ async def world(
                 "store_url": str(tmp_path / "store"),
                 **overrides.pop("services", {}),
             }
-            model = {"path": str(model_dir)}
-            data = {"path": str(prompts)}
+            model = {"path": str(model_dir), **overrides.pop("model", {})}
+            data = {"path": str(prompts), **overrides.pop("data", {})}
             return build_spec(
                 run_name, task_queue, rollout=rollout, services=services, model=model, data=data, **overrides
             )
@@ -291,12 +291,11 @@ async def test_a_reward_that_is_text_is_refused(world: World) -> None:
 
 
 async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
-    """E1: the agent hides the 503 and returns 0; the session knows better."""
+    """E1: the agent hides the 503 and returns 0; the session knows better, and the budget names the engine."""
     world.engine.status = 503
-    spec = world.spec(
-        "hide_failure", rollout={"max_refills": 0, "max_empty_rounds": 1, "groups_per_step": 1}, run={"num_steps": 1}
-    )
-    with pytest.raises(RunFailedError, match=rf"(?s)NoProgressError.*engine.*{world.engine.base_url}"):
+    budget = {"window": 4, "max_share": 0.5, "on_exceeded": "fail"}
+    spec = world.spec("hide_failure", rollout={"max_refills": 0, "abort_budget": budget})
+    with pytest.raises(RunFailedError, match=rf"(?s)AbortBudgetExceeded.*{world.engine.base_url} is named by"):
         await world.run(spec)
     assert world.simulation.trained == []
 
@@ -304,8 +303,9 @@ async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
 async def test_the_input_of_an_aborted_sample_is_left_alone(world: World) -> None:
     """A1: the aborted one is a copy; collecting again from the same session gives the sample after all."""
     world.proxy.fault(Kind.RESET_AFTER_SERVER, "/samples", times=-1)
-    spec = world.spec(run={"num_steps": 1}, rollout={"on_unusable": "drop", "max_empty_rounds": 1})
-    with pytest.raises(RunFailedError, match="NoProgressError"):
+    budget = {"window": 4, "max_share": 0.5, "on_exceeded": "fail"}
+    spec = world.spec(run={"num_steps": 1}, rollout={"on_unusable": "drop", "abort_budget": budget})
+    with pytest.raises(RunFailedError, match="AbortBudgetExceeded"):
         await world.run(spec)
     key = EpisodeKey(run=spec.run.name, group=0, member=0)
     async with build_http_client() as http:
@@ -405,3 +405,65 @@ async def test_one_of_several_fatal_errors_is_enough(world: World) -> None:
     world.proxy.fault(Kind.ANSWER, "/samples", times=1, status=503, body=b"overloaded")
     with pytest.raises(RunFailedError, match=r"RuntimeError: POST .* answered 503: overloaded"):
         await world.run(world.spec(rollout={"collect_attempts": 5}))
+
+
+async def test_an_engine_that_never_answers_is_no_reward_0(world: World) -> None:
+    """E1, B1: the agent's own timeout fires, it gives up and returns 0; the call has no answer yet."""
+    world.engine.gate = asyncio.Event()
+    spec = world.spec("hide_failure", rollout={"max_refills": 0, "groups_per_step": 1}, run={"num_steps": 1})
+    await world.client.start(spec)
+    view = await wait_for_status(
+        world.client, spec.run.name, lambda view: view.status is not None and view.status.unusable_episodes != {}
+    )
+    assert view.status is not None
+    assert set(view.status.unusable_episodes) == {"engine"}
+    assert view.status.last_cause is not None
+    assert view.status.last_cause.server == world.engine.base_url
+    world.engine.gate.set()
+    result = await asyncio.wait_for(world.client.result(spec.run.name), 60)
+    assert result.steps == 1
+
+
+async def cancel_itself(episode: Episode) -> float:
+    if episode.key.attempt == 0:
+        raise asyncio.CancelledError
+    return (await ask_once(episode))["reward"]
+
+
+async def test_an_agent_that_cancels_itself_is_contained(world: World) -> None:
+    result = await world.run(world.spec("cancel_itself", run={"num_steps": 1}))
+    assert result.unusable_episodes == {"agent": 4}
+
+
+def block_the_thread(episode: Episode) -> float:
+    """A plain function, which nothing can cancel."""
+    if (episode.key.group, episode.key.member, episode.key.attempt) == (0, 1, 0):
+        time.sleep(4)
+    headers = {"Authorization": f"Bearer {episode.api_key}"}
+    body = {"model": episode.model, "messages": episode.prompt.messages}
+    httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=10).raise_for_status()
+    return float(episode.key.member % 2)
+
+
+async def test_a_deadline_holds_for_agents_that_block_a_thread(world: World) -> None:
+    """B3, for a function that no cancellation reaches; what it says afterwards goes to a session nobody trains."""
+    result = await world.run(world.spec("block_the_thread", rollout={"episode_timeout_seconds": 1.5}))
+    assert result.unusable_episodes == {"deadline": 1}
+    assert world.trained_groups() == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"model": {"path": "/another/model"}}, "it serves the model .*, the run trains /another/model"),
+        ({"services": {"engine_urls": ["http://127.0.0.1:9"]}}, "it does not use http://127.0.0.1:9 but http"),
+        ({"services": {"store_url": "/proc/nowhere"}}, "store /proc/nowhere"),
+        ({"data": {"path": "/no/prompts.jsonl"}}, "data set /no/prompts.jsonl cannot be read"),
+    ],
+)
+async def test_preflight_names_what_does_not_fit(
+    world: World, overrides: dict[str, dict[str, object]], text: str
+) -> None:
+    world.simulation.preflight = world.runs.prepare_run
+    with pytest.raises(RunFailedError, match=rf"(?s)ConfigurationError: run .* cannot start:.*{text}"):
+        await world.run(world.spec(**overrides))

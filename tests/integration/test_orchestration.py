@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Any
 
 import pytest
-from temporalio.exceptions import ApplicationError
+from temporalio.client import WorkflowFailureError, WorkflowHandle
+from temporalio.exceptions import ApplicationError, CancelledError
 
 from everroll.client import EverrollClient, RunExistsError, RunFailedError, RunNotFoundError, RunView
 from everroll.contracts import names
@@ -351,3 +353,99 @@ async def test_groups_that_are_always_stale_end_the_run(client: EverrollClient, 
         with pytest.raises(RunFailedError, match=r"(?s)NoProgressError: the last 4 groups were all dropped.*stale"):
             await client.result(run_name)
     assert len(simulation.trained) == 1
+
+
+async def test_stop_completes_the_step_even_if_a_group_is_dropped(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    simulation = Simulation(gate=asyncio.Event())
+    assert simulation.gate is not None
+    simulation.play = lambda request: fail(request) if request.key.group == 0 else succeed(request)
+    spec = build_spec(run_name, task_queue, run={"num_steps": 5}, rollout={"max_refills": 0})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for_status(client, run_name, lambda view: len(simulation.episodes) == 4)
+        await client.stop(run_name)
+        simulation.gate.set()
+        result = await asyncio.wait_for(client.result(run_name), _WAIT_SECONDS)
+    assert result.stopped
+    assert result.steps == 1
+    assert [[item.group for item in request.batch] for request in simulation.trained] == [[1, 2]]
+
+
+async def test_a_group_of_an_earlier_generation_that_fails_fails_the_run(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    slow = asyncio.Event()
+    simulation = Simulation(gate=slow, is_gated=lambda key: key.group == 3)
+    text = "POST http://127.0.0.1:1/sessions/x/samples answered 500: late"
+
+    def collect(key: EpisodeKey) -> CollectResult:
+        if key.group == 3:
+            raise ApplicationError(text, type=ErrorType.SERVER.value, non_retryable=True)
+        return simulation.build_collected(key)
+
+    simulation.collect = collect
+    spec = build_spec(run_name, task_queue, run={"num_steps": 500}, rollout={"max_staleness": 5})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for_status(client, run_name, lambda view: view.status is not None and view.status.generation >= 1)
+        slow.set()
+        with pytest.raises(RunFailedError, match="answered 500: late"):
+            await asyncio.wait_for(client.result(run_name), _WAIT_SECONDS)
+
+
+async def test_cancelling_reaches_groups_of_an_earlier_generation(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    simulation = Simulation(gate=asyncio.Event(), is_gated=lambda key: key.group == 3)
+    spec = build_spec(run_name, task_queue, run={"num_steps": 500}, rollout={"max_staleness": 5})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for_status(client, run_name, lambda view: view.status is not None and view.status.generation >= 1)
+        await client.cancel(run_name)
+        view = await wait_for_status(client, run_name, lambda view: view.state != "running")
+        assert view.state == "canceled"
+        assert view.status is not None
+        assert view.status.phase is Phase.CANCELED
+        handle = client.temporal.get_workflow_handle(names.group_workflow_id(run_name, 3))
+        with pytest.raises(WorkflowFailureError) as caught:
+            await asyncio.wait_for(handle.result(), _WAIT_SECONDS)
+        assert isinstance(caught.value.cause, CancelledError)
+
+
+async def wait_for_history(handle: WorkflowHandle[Any, Any], num_events: int) -> None:
+    deadline = time.monotonic() + _WAIT_SECONDS
+    while (await handle.describe()).history_length < num_events:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_stop_is_not_lost_over_continue_as_new(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Asked for while the step after which the run would continue as new is trained."""
+    simulation = Simulation(train_gate=asyncio.Event())
+    assert simulation.train_gate is not None
+    simulation.train_gate.set()
+    spec = build_spec(run_name, task_queue, run={"num_steps": 500}, rollout={"groups_per_step": 1})
+    handle = client.temporal.get_workflow_handle(names.run_workflow_id(run_name))
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for_status(client, run_name, lambda view: len(simulation.trained) >= 2)
+        await wait_for_history(handle, num_events=200)
+        await client.stop(run_name)
+        result = await asyncio.wait_for(client.result(run_name), _WAIT_SECONDS)
+    assert result.stopped
+    assert result.steps == len(simulation.trained) < 500
+
+
+async def test_sessions_are_released_only_after_the_group_is_stored(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """F4."""
+    simulation = Simulation()
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await client.result(run_name)
+    for group in range(4):
+        order = [event for event in simulation.events if event.endswith(f" {group}")]
+        assert order == [f"collect {group}"] * 2 + [f"store {group}", f"release {group}"]

@@ -5,16 +5,23 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
+from temporalio.api.enums.v1 import EventType
+from temporalio.client import WorkflowHandle
+from temporalio.common import SearchAttributeKey
 
 from everroll.client import EverrollClient, RunFailedError, SteeringError
+from everroll.contracts import names
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey
 from everroll.contracts.training import Phase
 from everroll.local.ports import choose_port
 from tests.integration.test_orchestration import wait_for_status
-from tests.simulation import Simulation, build_spec
+from tests.simulation import Simulation, build_spec, fail, succeed
+
+PHASE = SearchAttributeKey.for_keyword(names.SEARCH_PHASE)
 
 
 class Flaky:
@@ -89,6 +96,76 @@ async def test_a_dead_server_pauses_the_run_until_it_answers(
     assert result.dropped_groups == {}
     assert [[item.group for item in request.batch] for request in simulation.trained] == [[0, 1], [2, 3]]
     assert result.unusable_episodes["transport"] >= 5
+
+
+async def test_resume_ends_a_pause_that_waits_for_a_server(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """The probe gets no answer, but a person knows better."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        await client.start(build_spec(run_name, task_queue, rollout=ROLLOUT))
+        view = await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+        )
+        assert view.status is not None
+        assert view.status.unusable_episodes["transport"] >= 5
+        description = await client.temporal.get_workflow_handle(names.run_workflow_id(run_name)).describe()
+        assert description.typed_search_attributes.get(PHASE) == "paused"
+        flaky.down = False
+        await client.resume(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
+    assert result.dropped_groups == {}
+
+
+async def test_on_hold_no_episode_starts(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Paused in the middle of a group: its refills wait until the run goes on."""
+    gate = asyncio.Event()
+    simulation = Simulation(gate=gate)
+    simulation.play = lambda request: fail(request) if request.key.attempt == 0 else succeed(request)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}))
+        await wait_for_status(client, run_name, lambda view: len(simulation.episodes) == 4)
+        await client.pause(run_name)
+        for group in range(2):
+            await wait_for_hold(client.temporal.get_workflow_handle(names.group_workflow_id(run_name, group)))
+        gate.set()
+        await wait_for_status(client, run_name, lambda view: len(simulation.events) == 4)
+        await asyncio.sleep(1.0)
+        assert len(simulation.episodes) == 4
+        await client.resume(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert len(simulation.episodes) == 8
+    assert result.unusable_episodes == {"agent": 4}
+
+
+async def wait_for_hold(handle: WorkflowHandle[Any, Any]) -> None:
+    """Until the group's history holds the signal, and a task has taken it in."""
+    async with asyncio.timeout(30):
+        while True:
+            events = [event async for event in handle.fetch_history_events()]
+            kinds = [event.event_type for event in events]
+            if EventType.EVENT_TYPE_WORKFLOW_EXECUTION_SIGNALED in kinds:
+                after = kinds[kinds.index(EventType.EVENT_TYPE_WORKFLOW_EXECUTION_SIGNALED) :]
+                if EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED in after:
+                    return
+            await asyncio.sleep(0.05)
+
+
+async def test_a_small_run_pauses_too(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Fewer episodes than the budget's window: infrastructure never ends as "no progress"."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        budget = {"dead_seconds": 3.0, "probe_seconds": 0.1}
+        rollout = {"abort_budget": budget, "refill_backoff_seconds": 0.05, "max_refills": 1, "max_empty_rounds": 1}
+        await client.start(build_spec(run_name, task_queue, rollout=rollout))
+        await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+        )
+        await flaky.come_back()
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
 
 
 async def test_by_policy_the_run_fails_at_once(client: EverrollClient, run_name: str, task_queue: str) -> None:
