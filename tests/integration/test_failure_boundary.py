@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache, load_dataset
 from everroll.sessions.client import SessionClient
 from everroll.tokens.renderer import load_renderer
+from tests.conftest import TemporalServer
 from tests.fault_proxy import FaultProxy, Kind, run_fault_proxy
 from tests.integration.test_orchestration import wait_for_status
 from tests.session_helpers import (
@@ -210,22 +212,34 @@ async def test_a_retry_heals_a_broken_call(world: World) -> None:
     assert result.unusable_episodes == {}
 
 
-async def test_eight_groups_of_eight_with_one_reset(world: World) -> None:
+async def test_eight_groups_of_eight_with_one_reset(world: World, temporal_server: TemporalServer) -> None:
     world.proxy.fault(Kind.RESET_IN_BODY, "/samples")
     spec = world.spec(run={"num_steps": 1}, rollout={"groups_per_step": 8, "episodes_per_group": 8})
     result = await world.run(spec)
     assert result.unusable_episodes == {"transport": 1}
     assert world.trained_groups() == [list(range(8))]
-    status = (await world.client.status(spec.run.name)).status
-    assert status is not None
-    assert status.num_episodes == 65
-    assert status.last_cause is not None
-    assert status.last_cause.error == "RemoteProtocolError"
-    assert status.last_cause.server == world.proxy.url
+    status = (await show_status(spec.run.name, temporal_server))["status"]
+    assert status["num_episodes"] == 65
+    assert status["unusable_episodes"] == {"transport": 1}
+    assert status["last_cause"]["error"] == "RemoteProtocolError"
+    assert status["last_cause"]["server"] == world.proxy.url
+
+
+async def show_status(run: str, server: TemporalServer) -> dict[str, Any]:
+    """`everroll status RUN --json`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "everroll.cli", "status", run, "--json", "--address", server.address),
+        stdout=asyncio.subprocess.PIPE,
+    )
+    output, _ = await asyncio.wait_for(process.communicate(), 30)
+    shown: dict[str, Any] = json.loads(output)
+    return shown
 
 
 @pytest.mark.parametrize(("path", "method"), [("/samples", "POST"), ("/sessions", "POST")])
-async def test_one_500_fails_the_run_after_one_attempt(world: World, path: str, method: str) -> None:
+async def test_one_500_fails_the_run_after_one_attempt(
+    world: World, temporal_server: TemporalServer, path: str, method: str
+) -> None:
     """A5, F3."""
     fault = world.proxy.fault(Kind.ANSWER, path, method, times=-1, status=500, body=b"broken token invariant at 7")
     spec = world.spec(rollout={"groups_per_step": 1, "episodes_per_group": 2, "collect_attempts": 3})
@@ -236,10 +250,9 @@ async def test_one_500_fails_the_run_after_one_attempt(world: World, path: str, 
     text = str(caught.value)
     assert text.startswith("RuntimeError: POST http://127.0.0.1:")
     assert "answered 500: broken token invariant at 7" in text
-    view = await world.client.status(spec.run.name)
-    assert view.state == "failed"
-    assert view.failure is not None
-    assert "answered 500: broken token invariant at 7" in view.failure
+    shown = await show_status(spec.run.name, temporal_server)
+    assert shown["state"] == "failed"
+    assert "answered 500: broken token invariant at 7" in shown["failure"]
     assert world.simulation.trained == []
 
 
