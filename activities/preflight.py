@@ -15,6 +15,7 @@ from everroll.failures import ConfigurationError
 from everroll.prompts import Dataset, load_dataset
 from everroll.sessions.client import SessionClient
 from everroll.store import open_store
+from everroll.tokens.fingerprint import compute_tokenizer_fingerprint
 
 _CHECK_SECONDS = 10.0
 
@@ -57,6 +58,15 @@ class Preflight:
         served = str(info.get("model_path"))
         if Path(served) != Path(spec.model.path):
             raise ConfigurationError(f"it serves the model {served}, the run trains {spec.model.path}")
+        if info.get("history") != spec.model.history:
+            raise ConfigurationError(
+                f"its history policy is {info.get('history')}, the run's model.history is {spec.model.history}"
+            )
+        expected = await asyncio.to_thread(_read_fingerprint, Path(spec.model.path))
+        if expected is not None and info.get("tokenizer_fingerprint") != expected:
+            raise ConfigurationError(
+                f"its tokenizer is not the one in {spec.model.path} now: the files changed since it started; restart it"
+            )
         used = info.get("engine_urls")
         known = {str(url).rstrip("/") for url in used} if isinstance(used, list) else set()
         strangers = [url for url in spec.services.engine_urls if url.rstrip("/") not in known]
@@ -68,6 +78,11 @@ class Preflight:
 
     async def _check_engine(self, url: str) -> None:
         await SGLangEngine(url, self._engine_session).weight_version()
+
+
+def _read_fingerprint(model_dir: Path) -> str | None:
+    """None where this worker does not see the model's directory."""
+    return compute_tokenizer_fingerprint(model_dir) if model_dir.is_dir() else None
 
 
 def _check_store(url: str) -> None:

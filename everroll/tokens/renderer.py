@@ -17,8 +17,9 @@ from renderers.base import ToolCallParseStatus
 from everroll.contracts.spec import ModelSection
 from everroll.failures import ConfigurationError
 from everroll.tokens.autodetect import detect_renderer_name
+from everroll.tokens.fingerprint import compute_tokenizer_fingerprint
 from everroll.tokens.registry import build_package_renderer
-from everroll.tokens.tokenizer import compute_tokenizer_fingerprint, load_fast_tokenizer, load_json_object
+from everroll.tokens.tokenizer import load_fast_tokenizer, load_json_object
 
 Message = dict[str, Any]
 """A chat message in OpenAI's form: role, content as one string, and where they apply tool_calls, tool_call_id, name."""

@@ -6,7 +6,6 @@ where `AutoTokenizer` imports torch and takes seconds.
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Sequence
 from functools import lru_cache
@@ -122,15 +121,3 @@ def load_json_object(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ConfigurationError(f"{path} holds no JSON object")
     return value
-
-
-def compute_tokenizer_fingerprint(directory: Path) -> str:
-    """sha256 over the files that decide how text becomes tokens; equal fingerprints mean equal token ids."""
-    digest = hashlib.sha256()
-    names = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "vocab.json", "merges.txt")
-    for name in names:
-        path = directory / name
-        if path.is_file():
-            digest.update(f"{name}\0{path.stat().st_size}\0".encode())
-            digest.update(path.read_bytes())
-    return digest.hexdigest()

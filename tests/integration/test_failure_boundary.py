@@ -469,6 +469,7 @@ async def test_a_deadline_holds_for_agents_that_block_a_thread(world: World) -> 
     ("overrides", "text"),
     [
         ({"model": {"path": "/another/model"}}, "it serves the model .*, the run trains /another/model"),
+        ({"model": {"history": "rerender"}}, "its history policy is extend, the run's model.history is rerender"),
         ({"services": {"engine_urls": ["http://127.0.0.1:9"]}}, "it does not use http://127.0.0.1:9 but http"),
         ({"services": {"store_url": "/proc/nowhere"}}, "store /proc/nowhere"),
         ({"data": {"path": "/no/prompts.jsonl"}}, "data set /no/prompts.jsonl cannot be read"),
@@ -480,3 +481,15 @@ async def test_preflight_names_what_does_not_fit(
     world.simulation.preflight = world.runs.prepare_run
     with pytest.raises(RunFailedError, match=rf"(?s)ConfigurationError: run .* cannot start:.*{text}"):
         await world.run(world.spec(**overrides))
+
+
+async def test_preflight_notices_another_tokenizer(world: World, model_dir: Path) -> None:
+    world.simulation.preflight = world.runs.prepare_run
+    path = model_dir / "tokenizer_config.json"
+    before = path.read_text()
+    path.write_text(before.replace("{", "{ ", 1))
+    try:
+        with pytest.raises(RunFailedError, match="its tokenizer is not the one in"):
+            await world.run(world.spec())
+    finally:
+        path.write_text(before)
