@@ -296,5 +296,5 @@ def describe_failure(error: BaseException | None) -> str:
 
 def _translate(error: RPCError, run: str) -> Exception:
     if error.status == RPCStatusCode.NOT_FOUND:
-        return RunNotFoundError(f"no run named {run!r} (or it has ended)")
+        return RunNotFoundError(f"no run named {run!r} is running; everroll list shows which there are")
     return ConnectionError(f"Temporal did not answer: {error.message}")

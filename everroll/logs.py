@@ -7,7 +7,13 @@ import logging
 import sys
 from datetime import UTC, datetime
 
-_NOISY = {"httpx": logging.WARNING, "aiohttp.access": logging.WARNING, "temporalio.worker": logging.INFO}
+_NOISY = {
+    "httpx": logging.WARNING,
+    "httpx2": logging.WARNING,
+    "openai": logging.WARNING,
+    "aiohttp.access": logging.WARNING,
+    "temporalio.worker": logging.INFO,
+}
 
 
 class JsonFormatter(logging.Formatter):

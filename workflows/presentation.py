@@ -62,19 +62,17 @@ def render_details(status: RunStatus) -> str:
         lines += ["", f"Nothing was settled for a while. Waiting for {status.survey.num_waiting} activities:", ""]
         lines += [_render_waiting(waiting, status.survey.taken_at) for waiting in status.survey.waiting]
     if status.recent_steps:
-        lines += [
-            "",
-            "| step | reward | episodes | sampled tokens | rollout s | train s | publish s |",
-            "|" + "---|" * 7,
-        ]
+        lines += ["", "Latest steps:", ""]
         lines += [_render_step(record) for record in reversed(status.recent_steps[-_STEPS_SHOWN:])]
     return "\n".join(lines)
 
 
 def _render_step(record: StepRecord) -> str:
+    # A list, because the web UI runs the cells of a Markdown table together.
     return (
-        f"| {record.step} | {record.mean_reward:.3f} | {record.num_episodes} | {record.num_sampled_tokens} "
-        f"| {record.rollout_seconds:.1f} | {record.train_seconds:.1f} | {record.publish_seconds:.1f} |"
+        f"- step {record.step}: reward {record.mean_reward:.3f}, {record.num_episodes} episodes, "
+        f"{record.num_sampled_tokens} tokens sampled; rollout {record.rollout_seconds:.1f} s, "
+        f"train {record.train_seconds:.1f} s, publish {record.publish_seconds:.1f} s"
     )
 
 

@@ -27,6 +27,8 @@ def execute(target: Target, body: Callable[[EverrollClient], Awaitable[int]]) ->
         raise CommandError(str(error), BAD_INPUT) from error
     except RunFailedError as error:
         raise CommandError(str(error), FAILED) from error
+    except BrokenPipeError:
+        return 0  # whoever read our output has seen enough
     except ConnectionError as error:
         raise CommandError(f"{error}\nIs the stack up? Start it with: everroll up FILE.toml", FAILED) from error
 

@@ -34,7 +34,9 @@ async def follow(client: EverrollClient, run: str, ui_url: str | None) -> int:
         with make_display(console, url) as display:
             view = await follow_quietly(client, run, progress, display)
     except asyncio.CancelledError:
-        console.print(f"The run goes on. Follow it with: everroll watch {run}; stop it with: everroll stop {run}")
+        if view.state == "running":
+            text = f"The run goes on. Follow it with: everroll watch {run}; stop it with: everroll stop {run}"
+            console.print(text, soft_wrap=True)
         raise
     console.print(render_steps(progress.ordered_steps))
     print_end(console, view)

@@ -80,7 +80,7 @@ class Progress:
 
 def list_attention(view: RunView) -> list[str]:
     """What a person should know now: that no worker answers, why the run pauses, what it waits for and since when."""
-    lines = [view.status_error] if view.status_error and view.state == "running" else []
+    lines = [view.status_error] if view.status_error else []
     status = view.status
     if status is not None and status.pause is not None:
         lines.append(f"paused since {format_time(status.pause.since)}: {status.pause.message}")

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -68,6 +68,22 @@ def wanted_ports(services: ServicesSection) -> WantedPorts:
         sessions=_local_port(services.session_url, usual.sessions),
         engine=_local_port(services.engine_urls[0], usual.engine),
     )
+
+
+def last_ports(last: StackAddresses, wanted: WantedPorts) -> WantedPorts:
+    """The ports of a stack that was here before, where nobody asked for others: its open runs look for it there."""
+    usual = WantedPorts()
+    before = WantedPorts(
+        temporal=_local_port(f"//{last.temporal_address}", usual.temporal),
+        ui=_local_port(last.ui_url or "", usual.ui),
+        sessions=_local_port(last.session_url or "", usual.sessions),
+        engine=_local_port(last.engine_urls[0] if last.engine_urls else "", usual.engine),
+    )
+    chosen = {
+        item.name: getattr(before if getattr(wanted, item.name) == getattr(usual, item.name) else wanted, item.name)
+        for item in fields(WantedPorts)
+    }
+    return WantedPorts(**chosen)
 
 
 def choose_addresses(

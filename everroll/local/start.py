@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-from everroll.local.plan import StackOptions, choose_addresses, plan_processes
+from everroll.local.plan import StackOptions, choose_addresses, last_ports, plan_processes
 from everroll.local.ports import PortReservations
 from everroll.local.stack import LocalStack, run_stack
 from everroll.local.state import StackDirectory
@@ -22,6 +23,9 @@ async def hold_stack(directory: StackDirectory, options: StackOptions, report: R
     """
     directory.create()
     with directory.lock(), PortReservations() as ports:
+        last = directory.read_last_addresses()
+        if last is not None:
+            options = dataclasses.replace(options, ports=last_ports(last, options.ports))
         addresses = choose_addresses(options, ports.choose, report)
         admin_key = secrets.token_urlsafe(32)
         specs = plan_processes(options, addresses, admin_key)

@@ -96,6 +96,8 @@ class StackDirectory:
         self.root = root.absolute()
         self.state_file = self.root / "stack.json"
         self.lock_file = self.root / "stack.lock"
+        self.addresses_file = self.root / "addresses.json"
+        """Kept after the stack has gone: open runs know its services by these addresses."""
         self.logs = self.root / "logs"
 
     def create(self) -> None:
@@ -104,6 +106,15 @@ class StackDirectory:
     def write_state(self, state: StackState) -> None:
         """Replace the state file; it appears whole or not at all, readable by its owner only."""
         write_durably(self.state_file, state.model_dump_json(indent=2).encode())
+        if self.read_last_addresses() != state.addresses:
+            write_durably(self.addresses_file, state.addresses.model_dump_json(indent=2).encode())
+
+    def read_last_addresses(self) -> StackAddresses | None:
+        """Where the services listened last; None if that is not known."""
+        try:
+            return StackAddresses.model_validate_json(self.addresses_file.read_bytes())
+        except (FileNotFoundError, ValidationError):
+            return None
 
     def read_state(self) -> StackState | None:
         """The state last written, whether or not that stack still runs; None if there is none.

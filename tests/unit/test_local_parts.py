@@ -11,7 +11,14 @@ import pytest
 
 from everroll.contracts.spec import ModelSection, ServicesSection
 from everroll.local.identity import identify, is_running
-from everroll.local.plan import StackOptions, WantedPorts, choose_addresses, plan_processes, wanted_ports
+from everroll.local.plan import (
+    StackOptions,
+    WantedPorts,
+    choose_addresses,
+    last_ports,
+    plan_processes,
+    wanted_ports,
+)
 from everroll.local.ports import PortReservations
 from everroll.local.restarts import CrashRecord, RestartPolicy
 from everroll.local.root import find_root
@@ -146,3 +153,21 @@ def test_service_defaults_leave_out_what_the_stack_does_not_run() -> None:
         "store_url": "/s",
     }
     ServicesSection.model_validate(addresses.service_defaults())
+
+
+def test_a_stack_comes_back_at_its_addresses(tmp_path: Path) -> None:
+    """Open runs look for their services where they were, also when the usual ports are free again."""
+    last = StackAddresses(
+        temporal_address="127.0.0.1:7234",
+        task_queue="everroll",
+        ui_url="http://127.0.0.1:8234",
+        session_url="http://127.0.0.1:8811",
+        engine_urls=["http://127.0.0.1:8821"],
+        store_url="store",
+    )
+    assert last_ports(last, WantedPorts()) == WantedPorts(temporal=7234, ui=8234, sessions=8811, engine=8821)
+    assert last_ports(last, WantedPorts(sessions=9000)).sessions == 9000
+    directory = StackDirectory(tmp_path)
+    assert directory.read_last_addresses() is None
+    directory.addresses_file.write_text(last.model_dump_json())
+    assert directory.read_last_addresses() == last
