@@ -84,7 +84,8 @@ class TrainingRun:
             self._enter(Phase.CANCELED)
             raise
         except FailureError as error:
-            self._enter(Phase.FAILED)
+            # A cancellation that met an activity arrives as the activity's failure.
+            self._enter(Phase.CANCELED if is_cancelled_exception(error) else Phase.FAILED)
             raise_root(error)
         except Exception:
             self._enter(Phase.FAILED)
