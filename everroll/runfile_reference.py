@@ -55,4 +55,4 @@ def _render_section(section: RunFileSection) -> Iterator[str]:
 def _render_field(field: RunFileField) -> str:
     default = "required" if field.required else f"`{field.default}`" if field.default is not None else "not set"
     cells = [f"`{field.path[-1]}`", field.allowed, default, field.doc]
-    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    return "| " + " | ".join(" ".join(cell.split()).replace("|", "\\|") for cell in cells) + " |"

@@ -99,6 +99,8 @@ class Simulation:
     """When given, episodes wait for it."""
     is_gated: Callable[[EpisodeKey], bool] = lambda key: True
     """Which of them."""
+    rollout_queue_suffix: str = ""
+    """Anything but empty leaves the episodes without a worker."""
     keeps_version_0: bool = False
     """The engine takes new weights and goes on with the first ones."""
     train_gate: asyncio.Event | None = None
@@ -189,7 +191,8 @@ class Simulation:
             health = HealthActivities(client, await stack.enter_async_context(build_http_client()))
             queues: dict[str, list[Callable[..., object]]] = {
                 task_queue: [*light.values(), health.await_server, health.survey_groups],
-                names.rollout_queue(task_queue): self.rollout_activities or [self.run_episode, self.collect_samples],
+                names.rollout_queue(task_queue) + self.rollout_queue_suffix: self.rollout_activities
+                or [self.run_episode, self.collect_samples],
                 names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
             }
             for queue, queue_activities in queues.items():

@@ -16,6 +16,7 @@ from everroll.contracts import names
 from everroll.contracts.outcomes import CauseKind, ErrorType, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport, EpisodeRequest
 from everroll.contracts.training import Phase
+from everroll.survey import survey_groups
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
 _WAIT_SECONDS = 30.0
@@ -449,3 +450,38 @@ async def test_sessions_are_released_only_after_the_group_is_stored(
     for group in range(4):
         order = [event for event in simulation.events if event.endswith(f" {group}")]
         assert order == [f"collect {group}"] * 2 + [f"store {group}", f"release {group}"]
+
+
+async def test_a_survey_names_what_is_waited_for(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """B2, B3: the episode, what its last heartbeat said, since when; and what no worker has taken."""
+    simulation = Simulation(gate=asyncio.Event(), is_gated=lambda key: key.member == 1)
+    assert simulation.gate is not None
+    started = time.time()
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await wait_for_status(client, run_name, lambda view: simulation.events == ["collect 0", "collect 1"])
+        survey = await survey_groups(client.temporal, run_name, [0, 1, 99])
+        simulation.gate.set()
+        await client.result(run_name)
+    assert survey.num_waiting == 2
+    assert {(item.group, item.activity, item.stage) for item in survey.waiting} == {
+        (0, "episode-1-0", "waiting"),
+        (1, "episode-1-0", "waiting"),
+    }
+    assert all(started - 5 < item.since < time.time() + 5 for item in survey.waiting)
+
+
+async def test_a_survey_says_that_no_worker_is_there(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """B2."""
+    simulation = Simulation(rollout_queue_suffix="-elsewhere")
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.groups_in_flight == [0, 1]
+        )
+        deadline = time.monotonic() + _WAIT_SECONDS
+        while (survey := await survey_groups(client.temporal, run_name, [0, 1])).num_waiting < 4:
+            assert time.monotonic() < deadline
+            await asyncio.sleep(0.05)
+        await client.cancel(run_name)
+    assert {item.stage for item in survey.waiting} == {"no worker has taken it"}
