@@ -459,7 +459,7 @@ async def test_a_survey_names_what_is_waited_for(client: EverrollClient, run_nam
     started = time.time()
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue))
-        await wait_for_status(client, run_name, lambda view: simulation.events == ["collect 0", "collect 1"])
+        await wait_for_status(client, run_name, lambda view: sorted(simulation.events) == ["collect 0", "collect 1"])
         survey = await survey_groups(client.temporal, run_name, [0, 1, 99])
         simulation.gate.set()
         await client.result(run_name)
