@@ -144,6 +144,7 @@ def everroll(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False, timeout=100)
 
 
+@pytest.mark.slow  # test_end_to_end.py brings the same stack up, uses it and takes it down
 def test_up_and_down_of_the_real_stack(tmp_path: Path) -> None:
     """Temporal and the workers, without a model; the whole stack with one is what `everroll demo` runs."""
     directory = StackDirectory(tmp_path / ".everroll")
