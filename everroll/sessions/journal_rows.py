@@ -16,13 +16,13 @@ from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.records import SessionRecord, Turn
 from everroll.tokens.assembly import TurnTokens
 
-SCHEMA_VERSION = "1"
+SCHEMA_VERSION = "2"
 SCHEMA = (
     "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     f"INSERT OR IGNORE INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')",
     """CREATE TABLE IF NOT EXISTS sessions (
         session_id TEXT PRIMARY KEY, sampling TEXT NOT NULL, seed INTEGER NOT NULL, created_at REAL NOT NULL,
-        attempt INTEGER NOT NULL, released_at REAL
+        attempt INTEGER NOT NULL, released_at REAL, min_weight_version INTEGER NOT NULL
     ) WITHOUT ROWID""",
     """CREATE TABLE IF NOT EXISTS turns (
         session_id TEXT NOT NULL, turn_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
@@ -38,7 +38,7 @@ SCHEMA = (
         session_id TEXT PRIMARY KEY, digest TEXT NOT NULL, num_turns INTEGER NOT NULL
     ) WITHOUT ROWID""",
 )
-INSERT_SESSION = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?)"
+INSERT_SESSION = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)"
 INSERT_TURN = f"INSERT INTO turns VALUES ({', '.join('?' * 22)})"
 
 _Row = tuple[Any, ...]
@@ -52,11 +52,12 @@ def encode_session(record: SessionRecord) -> _Row:
         record.created_at,
         record.attempt,
         record.released_at,
+        record.min_weight_version,
     )
 
 
 def decode_session(row: _Row) -> SessionRecord:
-    session_id, sampling, seed, created_at, attempt, released_at = row
+    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version = row
     return SessionRecord(
         session_id=session_id,
         sampling=SamplingSpec.model_validate_json(sampling),
@@ -64,6 +65,7 @@ def decode_session(row: _Row) -> SessionRecord:
         created_at=created_at,
         attempt=attempt,
         released_at=released_at,
+        min_weight_version=min_weight_version,
     )
 
 

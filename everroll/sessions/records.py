@@ -26,6 +26,8 @@ class SessionRecord:
     attempt: int = 0
     """The attempt that opened the session last; grows."""
     released_at: float | None = None
+    min_weight_version: int = 0
+    """No turn may be sampled by older weights."""
 
 
 @dataclass(frozen=True, eq=False)
