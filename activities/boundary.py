@@ -9,11 +9,17 @@ from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
 from temporalio import activity
-from temporalio.exceptions import ApplicationError, ApplicationErrorCategory, FailureError
+from temporalio.exceptions import FailureError
 from temporalio.worker import ActivityInboundInterceptor, ExecuteActivityInput, Interceptor
 
 from everroll.contracts.outcomes import Cause
-from everroll.failures import Outcome, build_cause, classify, to_application_error
+from everroll.failures import (
+    Outcome,
+    build_cause,
+    classify,
+    to_application_error,
+    to_transient_application_error,
+)
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -71,9 +77,5 @@ class _BoundaryInbound(ActivityInboundInterceptor):
             info = activity.info()
             where = f"[{info.activity_type}, {info.activity_id} of {info.workflow_id}]"
             if verdict.cause_kind is not None:
-                raise ApplicationError(
-                    f"{type(error).__name__}: {error} {where}",
-                    type=verdict.cause_kind.value,
-                    category=ApplicationErrorCategory.BENIGN,
-                ) from error
+                raise to_transient_application_error(error, where) from error
             raise to_application_error(error, where) from error

@@ -43,8 +43,7 @@ class AbortBudget:
         return (
             f"abort budget exceeded: {num_aborted} of the last {len(self._state.window)} episodes were aborted. "
             f"{trouble.server or 'No server'} is named by {trouble.count} of them without a success in between, "
-            f"first at {_show_time(trouble.first_at)}, last at {_show_time(trouble.last_at)}; "
-            f"the latest: {trouble.cause}"
+            f"{_describe_times(trouble)}"
         )
 
     def reset(self) -> None:
@@ -61,6 +60,17 @@ class AbortBudget:
         known.count += abort.count
         known.first_at = min(known.first_at, abort.first_at)
         known.last_at = max(known.last_at, abort.last_at)
+
+
+def describe_trouble(trouble: ServerTrouble) -> str:
+    """A server that did not answer: which, how often, first and last occurrence, and the latest cause."""
+    return f"{trouble.server or 'an engine'} did not answer, {trouble.count} times in a row, {_describe_times(trouble)}"
+
+
+def _describe_times(trouble: ServerTrouble) -> str:
+    return (
+        f"first at {_show_time(trouble.first_at)}, last at {_show_time(trouble.last_at)}; the latest: {trouble.cause}"
+    )
 
 
 def _show_time(seconds: float) -> str:

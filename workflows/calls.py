@@ -40,6 +40,7 @@ class RunCalls:
             result_type=PrepareRunResult,
             start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.PREPARE_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary="check services, read the data set",
         )
@@ -94,23 +95,32 @@ class RunCalls:
         return trained
 
     async def publish(self, weights: Weights) -> None:
+        """One try at all engines; only lost workers and an attempt that ran out of time are tried again.
+
+        Raises:
+            ActivityError: its cause is an `ApplicationError` whose type is a cause kind when an engine did not answer,
+                or a terminal one when it refused the weights.
+        """
         services = self._spec.services
         deadline = timedelta(seconds=services.publish_timeout_seconds)
         await workflow.execute_activity(
             names.PUBLISH_WEIGHTS,
             PublishRequest(
-                weights=weights, engine_urls=services.engine_urls, timeout_seconds=services.publish_timeout_seconds
+                weights=weights,
+                engine_urls=services.engine_urls,
+                timeout_seconds=services.publish_timeout_seconds,
+                engine_kind=services.engine_kind,
             ),
             result_type=PublishResult,
             start_to_close_timeout=deadline,
             schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
             heartbeat_timeout=policies.PUBLISH_HEARTBEAT,
-            retry_policy=policies.RETRY,
+            retry_policy=policies.RETRY_LOST_WORKERS,
             summary=f"version {weights.version} to {len(services.engine_urls)} engines",
         )
 
     async def take_survey(self, groups: list[int]) -> Survey | None:
-        """Ask Temporal what the groups in flight wait for, by name. Best effort."""
+        """Ask Temporal what the run and its groups in flight wait for, by name. Best effort."""
         try:
             survey: Survey = await workflow.execute_activity(
                 names.SURVEY_GROUPS,
@@ -119,7 +129,7 @@ class RunCalls:
                 start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
                 schedule_to_close_timeout=policies.LIGHT_START_TO_CLOSE * 2,
                 retry_policy=policies.RETRY,
-                summary="nothing was settled for a while",
+                summary="no progress for a while",
             )
         except ActivityError as error:
             workflow.logger.warning("no survey could be taken: %s", error.cause)

@@ -37,6 +37,7 @@ class PauseControl:
         self._budget = AbortBudget(spec.rollout.abort_budget, state.budget)
         self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
         self._waiting: asyncio.Task[None] | None = None
+        self._num_blocked = 0
         self.fatal: BaseException | None = None
         """Set when the run must fail: by policy, or because nobody ended a pause."""
 
@@ -46,7 +47,7 @@ class PauseControl:
 
     def restore(self) -> None:
         """After continue-as-new: go on waiting for the end of a pause, and tell groups again where they stand."""
-        if self._state.pause is not None:
+        if self._state.pause is not None and self._waiting is None:
             self._start_waiting(self._state.pause)
         if self._state.hold_number:
             self._tell_groups()
@@ -57,11 +58,41 @@ class PauseControl:
         trouble = self._budget.find_excess()
         if trouble is None or self.paused:
             return
-        message = self._budget.describe(trouble)
+        self._pause_or_fail(self._budget.describe(trouble), trouble.server)
+
+    async def wait_out(self, message: str, server: str | None) -> None:
+        """Return when the run may go on after a trouble outside of episodes. A pause that is on already stays as it is.
+
+        Raises:
+            ApplicationError: the policy is to fail, or nothing ended the pause.
+        """
+        if not self.paused:
+            self._pause_or_fail(message, server)
+        self._num_blocked += 1
+        self._on_change()
+        try:
+            await workflow.wait_condition(lambda: self.fatal is not None or not self.paused, timeout=self._limit)
+        finally:
+            self._num_blocked -= 1
+            self._on_change()
+        if self.fatal is not None:
+            raise self.fatal
+
+    @property
+    def blocking(self) -> bool:
+        """Whether what the run is doing waits for the end of the pause."""
+        return self._num_blocked > 0 and self.paused
+
+    @property
+    def _limit(self) -> timedelta:
+        """Longest time of a pause, and some: `_wait_for_end` keeps to it."""
+        return timedelta(seconds=self._spec.rollout.abort_budget.max_pause_seconds) + policies.PAUSE_GRACE
+
+    def _pause_or_fail(self, message: str, server: str | None) -> None:
         if self._spec.rollout.abort_budget.on_exceeded == "fail":
             self.fatal = ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
             return
-        self.begin(Pause(message=message, since=workflow.time(), server=trouble.server))
+        self.begin(Pause(message=message, since=workflow.time(), server=server))
 
     def begin(self, pause: Pause) -> None:
         workflow.logger.warning("run %s is paused: %s", self._spec.run.name, pause.message)
@@ -79,6 +110,7 @@ class PauseControl:
         self._budget.reset()
         if self._waiting is not None:
             self._waiting.cancel()
+            self._waiting = None
         self._change_hold()
         self._on_change()
 

@@ -10,7 +10,7 @@ from datetime import timedelta
 
 from temporalio.common import RetryPolicy
 
-from everroll.contracts.outcomes import ErrorType
+from everroll.contracts.outcomes import CauseKind, ErrorType
 from everroll.contracts.spec import RolloutSection
 
 RETRY = RetryPolicy(
@@ -18,6 +18,14 @@ RETRY = RetryPolicy(
     backoff_coefficient=2.0,
     maximum_interval=timedelta(seconds=10),
     non_retryable_error_types=[error_type.value for error_type in ErrorType],
+)
+
+# A call whose transient failures the workflow counts by itself: Temporal retries lost workers and deadlines only.
+RETRY_LOST_WORKERS = RetryPolicy(
+    initial_interval=timedelta(seconds=0.5),
+    backoff_coefficient=2.0,
+    maximum_interval=timedelta(seconds=10),
+    non_retryable_error_types=[*(error_type.value for error_type in ErrorType), *(kind.value for kind in CauseKind)],
 )
 
 # Exceptions of workflow code that fail the workflow instead of retrying its task for ever. Non-determinism is not among
@@ -36,8 +44,9 @@ FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
 LIGHT_START_TO_CLOSE = timedelta(seconds=30)
 LIGHT_SCHEDULE_TO_CLOSE = timedelta(minutes=15)
 RELEASE_SCHEDULE_TO_CLOSE = timedelta(seconds=60)
-PREPARE_START_TO_CLOSE = timedelta(minutes=2)
-PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=10)
+PREPARE_START_TO_CLOSE = timedelta(minutes=10)
+PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=20)
+PREPARE_HEARTBEAT = timedelta(seconds=30)
 PREPARE_TRAINER_SCHEDULE_TO_CLOSE = timedelta(hours=2)
 TRAIN_HEARTBEAT = timedelta(seconds=30)
 PUBLISH_HEARTBEAT = timedelta(seconds=15)
@@ -49,15 +58,26 @@ ATTEMPTS_ALLOWANCE = 10
 """How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""
 
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
-SURVEY_FIRST = timedelta(seconds=45)
-"""Without a settled group for so long, the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
+PAUSE_GRACE = timedelta(minutes=5)
+"""What waits for the end of a pause gives up so long after the pause itself should have ended."""
+EVENTS_PER_REATTACHED_GROUP = 4
+"""What it costs a new generation to await a group of the last one, and some: it must get beyond that to be worth it."""
+SURVEY_FIRST = timedelta(seconds=40)
+"""Without progress for so long, the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
 SURVEY_MAX = timedelta(minutes=15)
 _MAX_REFILL_BACKOFF_SECONDS = 60.0
+_PUBLISH_BACKOFF_SECONDS = (0.5, 10.0)
 
 
 def refill_backoff_seconds(first: float, attempt: int) -> float:
     """Wait before a member is sampled again after infrastructure failed."""
     return min(first * 2.0**attempt, max(first, _MAX_REFILL_BACKOFF_SECONDS))
+
+
+def publish_backoff_seconds(num_failures: int) -> float:
+    """Wait before weights are published again after an engine did not answer."""
+    first, longest = _PUBLISH_BACKOFF_SECONDS
+    return min(first * 2.0 ** min(num_failures, 10), longest)
 
 
 def calls_limit(rollout: RolloutSection) -> timedelta:

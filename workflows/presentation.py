@@ -59,7 +59,7 @@ def render_details(status: RunStatus) -> str:
         ending = f"goes on by itself when {status.pause.server} answers" if status.pause.server else "waits for resume"
         lines.insert(1, f"\n**Paused** since {_show_time(status.pause.since)}, {ending}: {status.pause.message}")
     if status.survey is not None:
-        lines += ["", f"Nothing was settled for a while. Waiting for {status.survey.num_waiting} activities:", ""]
+        lines += ["", f"No progress for a while. Waiting for {status.survey.num_waiting} tasks:", ""]
         lines += [_render_waiting(waiting, status.survey.taken_at) for waiting in status.survey.waiting]
     if status.recent_steps:
         lines += ["", "Latest steps:", ""]
@@ -77,7 +77,7 @@ def _render_step(record: StepRecord) -> str:
 
 
 def _render_waiting(waiting: Waiting, now: float) -> str:
-    text = f"- group {waiting.group} {waiting.activity}: {waiting.stage}, for {now - waiting.since:.0f} s"
+    text = f"- {waiting.subject}: {waiting.stage}, for {now - waiting.since:.0f} s"
     if waiting.attempt > 1:
         text += f", attempt {waiting.attempt}"
     return f"{text}; last failure: {waiting.last_failure}" if waiting.last_failure else text

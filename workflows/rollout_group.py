@@ -152,6 +152,7 @@ class RolloutGroup:
                 session_url=request.session_url,
                 timeout_seconds=rollout.episode_timeout_seconds,
                 transport_attempts=rollout.collect_attempts,
+                min_weight_version=request.weight_version,
             ),
             result_type=EpisodeReport,
             task_queue=names.rollout_queue(request.task_queue),

@@ -8,6 +8,7 @@ S > 0 they run while the trainer works. A batch is the lowest-numbered ready gro
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -35,7 +36,6 @@ with workflow.unsafe.imports_passed_through():
         RunStatus,
         TrainingRunRequest,
         TrainingRunResult,
-        Weights,
     )
     from workflows import policies
     from workflows.calls import RunCalls
@@ -43,6 +43,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows.metrics import RunMetrics
     from workflows.pausing import PauseControl
     from workflows.presentation import build_search_attributes, render_details, update_search_attributes
+    from workflows.publishing import Publisher
+    from workflows.watchdog import Watchdog
 
 
 @workflow.defn(name=names.TRAINING_RUN, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
@@ -56,29 +58,28 @@ class TrainingRun:
         self.metrics = RunMetrics(self.spec.run.name)
         self.ledger = Ledger(self.spec, self.state, self.metrics.count_drop)
         self.phase = Phase.PREPARING
+        self.calls = RunCalls(self.spec)
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
-        self.survey: Survey | None = None
+        self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
+        self.watchdog = Watchdog(self.state.watch, self._take_survey, self._show)
         self.group_failure: BaseException | None = None
-        self.publishing = asyncio.Lock()
-        self.published = self.state.weights
         self.followers: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
         self.reattached: list[int] = []
         """Groups of an earlier generation, which only an external handle reaches."""
         self.starting: set[int] = set()
         """Groups whose start the server has not confirmed."""
         self.closing = False
-        self.num_settled = 0
-        self.calls = RunCalls(self.spec)
 
     @workflow.run
     async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
         try:
-            await self._prepare()
-            self._reattach_groups()
+            self._follow(self.watchdog.watch())
             self.pauses.restore()
+            self._reattach_groups()
+            await self._prepare()
             while not self._is_finished():
                 await self._take_step()
-                if workflow.info().is_continue_as_new_suggested() and not self._is_finished():
+                if self._is_history_long() and not self._is_finished():
                     await self._continue_as_new()
         except asyncio.CancelledError:
             self._enter(Phase.CANCELED)
@@ -108,7 +109,9 @@ class TrainingRun:
             return
         self._enter(Phase.PREPARING)
         self.state.dataset = (await self.calls.prepare_run()).dataset
+        self.watchdog.note_progress()
         weights = await self.calls.prepare_trainer()
+        self.watchdog.note_progress()
         if weights.version > 0:
             raise ApplicationError(
                 f"{self.spec.run.output_dir}/{self.spec.run.name} holds an earlier run of this name, at step "
@@ -116,22 +119,27 @@ class TrainingRun:
                 type=ErrorType.CONFIGURATION.value,
                 non_retryable=True,
             )
-        await self._publish(weights)
+        await self.publisher.publish(weights)
+        self.watchdog.note_progress()
         self.state.weights = weights
 
     async def _take_step(self) -> None:
         self._enter(Phase.ROLLOUT)
-        started = workflow.time()
+        started = self.state.rollout_started_at or workflow.time()
+        self.state.rollout_started_at = started
         self._admit_groups()
         await self._wait_for_batch()
         batch = self.ledger.take_batch()
+        self.state.rollout_started_at = None
         gathered = workflow.time()
         self._enter(Phase.TRAINING)
         self._admit_groups()
         trained = await self.calls.train(self.state.step + 1, batch)
+        self.watchdog.note_progress()
         applied = workflow.time()
         self._enter(Phase.PUBLISHING)
-        await self._publish(trained.weights)
+        await self.publisher.publish(trained.weights)
+        self.watchdog.note_progress()
         self.metrics.count_trained(len(batch))
         self.ledger.finish_step(
             batch,
@@ -142,6 +150,8 @@ class TrainingRun:
         )
 
     def _on_pause_change(self) -> None:
+        if not self.pauses.paused:
+            self.watchdog.note_progress()
         self._admit_groups()
         self._enter(self.phase)
 
@@ -155,26 +165,29 @@ class TrainingRun:
         return ApplicationError(text, type=ErrorType.NO_PROGRESS.value, non_retryable=True) if text else None
 
     async def _wait_for_batch(self) -> None:
-        """Wait until enough groups are ready; when nothing is settled for a while, say what is waited for."""
-        patience = policies.SURVEY_FIRST
-        num_settled = self.num_settled
-        while True:
-            try:
-                await workflow.wait_condition(self._can_go_on, timeout=patience)
-                break
-            except TimeoutError:
-                idle = self.num_settled == num_settled
-                num_settled = self.num_settled
-                patience = min(patience * 2, policies.SURVEY_MAX) if idle else policies.SURVEY_FIRST
-                if idle:
-                    self.survey = await self.calls.take_survey(sorted(self.state.in_flight))
-                    self._show()
-        if self.fatal is not None:
-            raise self.fatal
-        self.survey = None
+        """Wait until enough groups are ready; a history that grows long meanwhile is continued as new.
 
-    def _can_go_on(self) -> bool:
-        return self.fatal is not None or self.ledger.has_batch()
+        Every group settles within its own deadline, and the watchdog says what is waited for.
+        """
+        while not self.ledger.has_batch():
+            with contextlib.suppress(TimeoutError):
+                await workflow.wait_condition(
+                    lambda: self.ledger.has_batch() or self.fatal is not None or self._is_history_long(),
+                    timeout=self._group_limit(),
+                )
+            if self.fatal is None and not self.ledger.has_batch() and self._is_history_long():
+                await self._continue_as_new()
+            if self.fatal is not None:
+                raise self.fatal
+
+    def _is_history_long(self) -> bool:
+        """Whether to continue as new: when the server says so, and re-attaching groups was not most of it."""
+        info = workflow.info()
+        enough = policies.EVENTS_PER_REATTACHED_GROUP * len(self.reattached)
+        return info.is_continue_as_new_suggested() and info.get_current_history_length() > enough
+
+    async def _take_survey(self) -> Survey | None:
+        return await self.calls.take_survey(sorted(self.state.in_flight))
 
     def _admit_groups(self) -> None:
         if self.fatal is not None or self.closing or self.pauses.paused:
@@ -246,8 +259,7 @@ class TrainingRun:
             self._publish_again()
         self.ledger.settle(result)
         self.metrics.count_group(result)
-        self.num_settled += 1
-        self.survey = None
+        self.watchdog.note_progress()
         if result.report is not None:
             self._take_report(result.report)
         self._admit_groups()
@@ -262,28 +274,14 @@ class TrainingRun:
 
     def _publish_again(self) -> None:
         """Bring engines that lost the weights, by a restart, back to the version that is out. Idempotent."""
-        if not self.publishing.locked():
+        if not self.publisher.busy:
             self._follow(self._republish())
 
     async def _republish(self) -> None:
         try:
-            async with self.publishing:
-                if self.published is not None:
-                    await self.calls.publish(self.published)
+            await self.publisher.publish_again()
         except ActivityError as error:
-            if is_cancelled_exception(error):
-                raise
-            if isinstance(error.cause, ApplicationError) and error.cause.non_retryable:
-                self.group_failure = self.group_failure or error
-            else:
-                # The engine is still away: its next failure tells, or the next step's publish does.
-                workflow.logger.warning("weights could not be published again: %s", error.cause)
-
-    async def _publish(self, weights: Weights) -> None:
-        """Never two versions at once, so that a late one cannot undo a newer one."""
-        async with self.publishing:
-            await self.calls.publish(weights)
-            self.published = weights
+            self.group_failure = self.group_failure or error
 
     def _settle_failure(self, group: int, error: ChildWorkflowError) -> None:
         """A group that a person ended is dropped; one that failed fails the run."""
@@ -339,7 +337,7 @@ class TrainingRun:
         return timedelta(seconds=rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds)
 
     def _can_close(self) -> bool:
-        return not self.starting and not self.publishing.locked() and workflow.all_handlers_finished()
+        return not self.starting and not self.publisher.busy and workflow.all_handlers_finished()
 
     # What people see and say
 
@@ -348,7 +346,7 @@ class TrainingRun:
         state = self.state
         return RunStatus(
             run=self.spec.run.name,
-            phase=Phase.PAUSED if self.pauses.paused and self.phase is Phase.ROLLOUT else self.phase,
+            phase=self._shown_phase(),
             step=state.step,
             num_steps=self.spec.run.num_steps,
             weight_version=self.ledger.weight_version,
@@ -367,8 +365,13 @@ class TrainingRun:
             generation=state.generation,
             stop_requested=state.stop_requested,
             pause=state.pause,
-            survey=self.survey,
+            survey=self.watchdog.survey,
         )
+
+    def _shown_phase(self) -> Phase:
+        """Paused is what holds the run up: what is under way when a pause begins ends first."""
+        held_up = self.pauses.blocking or (self.pauses.paused and self.phase is Phase.ROLLOUT)
+        return Phase.PAUSED if held_up else self.phase
 
     @workflow.signal(name=names.SIGNAL_REPORT, description="A group reports aborted episodes")
     def report_episodes(self, report: EpisodesReport) -> None:

@@ -92,11 +92,12 @@ class SurveyRequest(Payload):
 
 
 class Waiting(Payload):
-    """One activity that has not finished, by name."""
+    """One activity that has not finished, or a workflow that no worker goes on with, by name."""
 
-    group: int
+    group: int | None = None
+    """None: the run's own."""
     activity: str
-    """Its id, such as `episode-3-0`."""
+    """The activity's id, such as `episode-3-0`, or its type for the run's own; `workflow task` for the workflow."""
     stage: str
     """What its last heartbeat said, or why it does not run."""
     attempt: int
@@ -104,10 +105,17 @@ class Waiting(Payload):
     """When it was scheduled, in Unix seconds."""
     last_heartbeat: float | None = None
     last_failure: str = ""
+    stuck: bool = False
+    """True if no worker has taken it, its worker is silent, or it is tried again: somebody should look."""
+
+    @property
+    def subject(self) -> str:
+        """Whose it is, and which."""
+        return f"{'the run' if self.group is None else f'group {self.group}'} {self.activity}"
 
 
 class Survey(Payload):
-    """What a run waits for, the longest first."""
+    """What a run waits for: first what is stuck, then the longest waiting."""
 
     taken_at: float
     waiting: list[Waiting] = Field(default_factory=list)

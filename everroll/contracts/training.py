@@ -10,7 +10,7 @@ from everroll.contracts.base import Payload
 from everroll.contracts.health import BudgetState, Pause, Survey
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
-from everroll.contracts.spec import ModelSection, RunSpec, TrainSection
+from everroll.contracts.spec import EngineKind, ModelSection, RunSpec, TrainSection
 
 MAX_RECENT_STEPS = 50
 
@@ -70,6 +70,7 @@ class PublishRequest(Payload):
     weights: Weights
     engine_urls: list[str]
     timeout_seconds: float
+    engine_kind: EngineKind = "auto"
 
 
 class PublishResult(Payload):
@@ -122,6 +123,21 @@ class StepRecord(Payload):
     metrics: dict[str, float] = Field(default_factory=dict)
 
 
+class WatchState(Payload):
+    """What the watchdog remembers; carried through continue-as-new."""
+
+    model_config = ConfigDict(frozen=False)
+
+    progress_at: float | None = None
+    """When something was settled, trained or published last, in Unix seconds."""
+    asked_at: float | None = None
+    """When the last survey since then was taken."""
+    patience_seconds: float | None = None
+    """Time without progress until the next survey; grows while there is none. None: the first."""
+    survey: Survey | None = None
+    """The last one, unless there was progress since."""
+
+
 class RunState(Payload):
     """Everything that `TrainingRun` carries through continue-as-new; the one contract that its owner mutates."""
 
@@ -159,6 +175,9 @@ class RunState(Payload):
     hold_number: int = 0
     """Counts changes between pausing and going on."""
     stop_requested: bool = False
+    rollout_started_at: float | None = None
+    """When the run began to gather the batch that it still lacks, in Unix seconds."""
+    watch: WatchState = Field(default_factory=WatchState)
 
 
 class TrainingRunRequest(Payload):

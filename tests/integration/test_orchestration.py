@@ -16,7 +16,7 @@ from everroll.contracts import names
 from everroll.contracts.outcomes import CauseKind, ErrorType, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport, EpisodeRequest
 from everroll.contracts.training import Phase
-from everroll.survey import survey_groups
+from everroll.survey import survey_run
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
 _WAIT_SECONDS = 30.0
@@ -460,7 +460,7 @@ async def test_a_survey_names_what_is_waited_for(client: EverrollClient, run_nam
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue))
         await wait_for_status(client, run_name, lambda view: sorted(simulation.events) == ["collect 0", "collect 1"])
-        survey = await survey_groups(client.temporal, run_name, [0, 1, 99])
+        survey = await survey_run(client.temporal, run_name, [0, 1, 99])
         simulation.gate.set()
         await client.result(run_name)
     assert survey.num_waiting == 2
@@ -480,8 +480,8 @@ async def test_a_survey_says_that_no_worker_is_there(client: EverrollClient, run
             client, run_name, lambda view: view.status is not None and view.status.groups_in_flight == [0, 1]
         )
         deadline = time.monotonic() + _WAIT_SECONDS
-        while (survey := await survey_groups(client.temporal, run_name, [0, 1])).num_waiting < 4:
+        while (survey := await survey_run(client.temporal, run_name, [0, 1])).num_waiting < 4:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.05)
         await client.cancel(run_name)
-    assert {item.stage for item in survey.waiting} == {"no worker has taken it"}
+    assert {item.stage for item in survey.waiting} == {f"no worker of {task_queue}-rollout has taken it"}
