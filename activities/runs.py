@@ -20,7 +20,7 @@ from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
 from everroll.failures import Outcome, ServerStatusError, classify, raise_for_status
 from everroll.prompts import Dataset
-from everroll.survey import survey_groups
+from everroll.survey import survey_run
 
 
 class RunActivities:
@@ -35,7 +35,8 @@ class RunActivities:
         Raises:
             ConfigurationError: a list of everything that is not as it must be.
         """
-        dataset = await self._preflight.check(request.spec)
+        async with heartbeating("checking services, reading the data set"):
+            dataset = await self._preflight.check(request.spec)
         return PrepareRunResult(dataset=_build_reference(request.spec, dataset))
 
 
@@ -78,7 +79,7 @@ class HealthActivities:
 
     @activity.defn(name=names.SURVEY_GROUPS)
     async def survey_groups(self, request: SurveyRequest) -> Survey:
-        return await survey_groups(self._client, request.run, request.groups)
+        return await survey_run(self._client, request.run, request.groups)
 
     async def _probe(self, server: str) -> str | None:
         try:

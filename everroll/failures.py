@@ -9,7 +9,7 @@ httpx.TransportError (all others), TimeoutError                TRANSIENT: the sa
 ServerStatusError (any non-2xx)                                TERMINAL, RuntimeError with method, URL, status, body
 BusyError (another trainer holds the run)                      TRANSIENT: tried again until the step's deadline
 TrainingError (all others)                                     TERMINAL, TrainingError: the trainer refused
-EngineUnavailableError (while publishing)                      TRANSIENT: tried again until the publish's deadline
+EngineUnavailableError (while publishing)                      TRANSIENT: tried again; past the budget the run pauses
 EngineError (all others, while publishing)                     TERMINAL, PublishError: an engine refused new weights
 StoreError                                                     TERMINAL, StoreError: the store is unwritable or corrupt
 everything else                                                TERMINAL, ProgrammingError
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from enum import Enum
 
 import httpx
-from temporalio.exceptions import ApplicationError
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
 
 from everroll.contracts.outcomes import (
     BadAnswerError,
@@ -108,6 +108,17 @@ def build_cause(error: BaseException, server: str | None) -> Cause:
     if kind is None:
         raise ValueError(f"not a transient error: {error!r}")
     return Cause(kind=kind, error=type(error).__name__, message=str(error)[:_BODY_LIMIT], server=server)
+
+
+def to_transient_application_error(error: BaseException, where: str) -> ApplicationError:
+    """A transient exception that an activity could not absorb: its type is the cause's kind, its detail the `Cause`."""
+    cause = build_cause(error, error.url if isinstance(error, EngineError) else None)
+    return ApplicationError(
+        f"{type(error).__name__}: {error} {where}",
+        cause,
+        type=cause.kind.value,
+        category=ApplicationErrorCategory.BENIGN,
+    )
 
 
 def to_application_error(error: BaseException, where: str = "") -> ApplicationError:
