@@ -42,7 +42,9 @@ class EpisodeActivities:
         client = SessionClient(self._clients.http, request.session_url, self._admin_key)
         try:
             session = await retry_transient(
-                lambda: client.create(request.key.session_id, request.sampling, request.seed, _attempt()),
+                lambda: client.create(
+                    request.key.session_id, request.sampling, request.seed, _attempt(), request.min_weight_version
+                ),
                 request.transport_attempts,
                 request.session_url,
             )

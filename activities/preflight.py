@@ -9,8 +9,8 @@ from pathlib import Path
 import aiohttp
 import httpx
 
-from everroll.contracts.spec import RunSpec
-from everroll.engines.sglang import SGLangEngine
+from everroll.contracts.spec import EngineKind, RunSpec
+from everroll.engines.open import open_engine
 from everroll.failures import ConfigurationError
 from everroll.prompts import Dataset, load_dataset
 from everroll.sessions.client import SessionClient
@@ -38,8 +38,7 @@ class Preflight:
         checks: dict[str, Awaitable[object]] = {
             f"session server {services.session_url}": self._check_sessions(spec),
             f"store {services.store_url}": asyncio.to_thread(_check_store, services.store_url),
-            f"data set {spec.data.path}": asyncio.to_thread(load_dataset, Path(spec.data.path)),
-            **{f"engine {url}": self._check_engine(url) for url in services.engine_urls},
+            **{f"engine {url}": self._check_engine(services.engine_kind, url) for url in services.engine_urls},
         }
         results = await asyncio.gather(
             *(asyncio.wait_for(check, _CHECK_SECONDS) for check in checks.values()), return_exceptions=True
@@ -76,8 +75,8 @@ class Preflight:
                 f"would go to engines that play no episode. Make services.engine_urls and its --engine-urls agree"
             )
 
-    async def _check_engine(self, url: str) -> None:
-        await SGLangEngine(url, self._engine_session).weight_version()
+    async def _check_engine(self, kind: EngineKind, url: str) -> None:
+        await open_engine(kind, url, self._engine_session).weight_version()
 
 
 def _read_fingerprint(model_dir: Path) -> str | None:

@@ -59,6 +59,8 @@ class EpisodeRequest(Payload):
     timeout_seconds: float
     transport_attempts: int = 3
 
+    min_weight_version: int = 0
+    """No turn may be sampled by older weights: the version that was out when the group started."""
 
 class EpisodeReport(Payload):
     """Result of `run_episode`: small, whatever the agent did."""

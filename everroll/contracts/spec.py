@@ -14,6 +14,9 @@ from everroll.contracts.names import DEFAULT_TASK_QUEUE, RUN_NAME_PATTERN
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 PositiveInt = Annotated[int, Field(ge=1)]
+EngineKind = Literal["auto", "sglang", "vllm"]
+"""What an inference engine speaks; `auto` asks the server. The embedded engine speaks both."""
+DataPaths = str | Annotated[list[str], Field(min_length=1)]
 
 
 class RunSection(Spec):
@@ -238,6 +241,11 @@ class RunSpec(Spec):
     services: ServicesSection = Field(default_factory=ServicesSection)
 
     @model_validator(mode="after")
+    publish_dtype: Literal["float32", "bfloat16", "model"] = "float32"
+    """Type of the weights that engines load; `model` is the type that the starting checkpoint's configuration names.
+    Checkpoints keep float32."""
+    lora: LoraSpec = Field(default_factory=LoraSpec)
+    metrics: MetricsSpec = Field(default_factory=MetricsSpec)
     def _check_minibatches(self) -> RunSpec:
         if self.rollout.groups_per_step % self.train.num_minibatches:
             raise ValueError(
@@ -245,3 +253,5 @@ class RunSpec(Spec):
                 f"rollout.groups_per_step = {self.rollout.groups_per_step}"
             )
         return self
+    engine_kind: EngineKind = "auto"
+    """What the engines are: `sglang`, `vllm`, or `auto` to ask each."""

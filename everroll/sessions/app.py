@@ -7,6 +7,7 @@ POST   /sessions/{id}/samples                 admin    assembled samples, one sa
 POST   /sessions/{id}/v1/chat/completions     session  one turn
 GET    /sessions/{id}/v1/models               session
 GET    /info                                  admin    what this server serves
+GET    /engines                               admin    the engines: health, weight version, last error
 GET    /health                                -
 """
 
@@ -60,6 +61,7 @@ class CreateBody(Spec):
     sampling: SamplingSpec | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     attempt: int | None = Field(default=None, ge=0, lt=2**53)
+    min_weight_version: int | None = Field(default=None, ge=0, lt=2**31)
 
 
 class SamplesBody(Spec):
@@ -78,13 +80,16 @@ class SessionApp:
     model: str
     """Name of the model as agents see it."""
     info: Mapping[str, Any]
+    describe_engines: Callable[[], list[dict[str, Any]]]
     max_body_bytes: int
     body_timeout_seconds: float
 
     async def create(self, request: Request) -> Response:
         self._admit_admin(request)
         body = _validate(CreateBody, await self._read_object(request, empty_is_object=True))
-        session = await self.core.create(body.session_id, body.sampling, body.seed, body.attempt)
+        session = await self.core.create(
+            body.session_id, body.sampling, body.seed, body.attempt, body.min_weight_version
+        )
         session_id = session.record.session_id
         api_key = derive_session_key(self.admin_key, session_id, session.record.attempt)
         return _json({"session_id": session_id, "api_key": api_key, "num_turns": len(session.turns)})
@@ -128,6 +133,10 @@ class SessionApp:
     async def show_info(self, request: Request) -> Response:
         self._admit_admin(request)
         return _json(dict(self.info))
+
+    async def show_engines(self, request: Request) -> Response:
+        self._admit_admin(request)
+        return _json({"engines": self.describe_engines()})
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -194,6 +203,7 @@ def build_app(handlers: SessionApp) -> Starlette:
         _route(session, handlers.release, "DELETE"),
         _route(f"{session}/v1/models", handlers.models, "GET"),
         _route("/info", handlers.show_info, "GET"),
+        _route("/engines", handlers.show_engines, "GET"),
         _route("/health", handlers.health, "GET"),
     ]
     return Starlette(routes=routes)

@@ -60,14 +60,23 @@ class SessionClient:
         self._headers = {"Authorization": f"Bearer {admin_key}"}
 
     async def create(
-        self, session_id: str, sampling: SamplingSpec, seed: int, attempt: int | None = None
+        self,
+        session_id: str,
+        sampling: SamplingSpec,
+        seed: int,
+        attempt: int | None = None,
+        min_weight_version: int | None = None,
     ) -> SessionHandle:
-        """Create the session, or open it again; `attempt` grows with each attempt at the episode."""
+        """Create the session, or open it again; `attempt` grows with each attempt at the episode.
+
+        No turn is sampled by weights older than `min_weight_version`.
+        """
         body = {
             "session_id": session_id,
             "sampling": sampling.model_dump(mode="json"),
             "seed": seed,
             "attempt": attempt,
+            "min_weight_version": min_weight_version,
         }
         answer = parse_json(await self._call("POST", "/sessions", body))
         api_key, num_turns = answer.get("api_key"), answer.get("num_turns")
@@ -99,6 +108,14 @@ class SessionClient:
     async def info(self) -> dict[str, object]:
         """What the server serves: model_path, renderer, tokenizer_fingerprint, engine_urls, versions."""
         return parse_json(await self._call("GET", "/info"))
+
+    async def engines(self) -> list[dict[str, object]]:
+        """Every engine behind the server: url, healthy, weight_version, last_error and counts."""
+        answer = parse_json(await self._call("GET", "/engines"))
+        engines = answer.get("engines")
+        if not isinstance(engines, list):
+            raise BadAnswerError(f"GET {self.base_url}/engines answered {answer!r:.200}")
+        return engines
 
     async def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> httpx.Response:
         response = await self._http.request(method, f"{self.base_url}{path}", json=body, headers=self._headers)

@@ -69,10 +69,12 @@ class SessionCore:
         seed: int | None,
         attempt: int | None = None,
     ) -> Session:
+        min_weight_version: int | None = None,
         """Create a session, or open it again with everything recorded so far.
 
         `attempt` grows with each attempt at the episode. A later one takes over: the keys of earlier attempts take no
-        further turns, and only turns that the latest attempt makes or is served again are collected.
+        further turns, and only turns that the latest attempt makes or is served again are collected. No turn will be
+        sampled by weights older than `min_weight_version`.
 
         Raises:
             BadRequestError: not a session id.
@@ -87,7 +89,9 @@ class SessionCore:
         async with self._lock(session_id):
             session = await self._find(session_id)
             if session is None:
-                return await self._create(session_id, sampling or SamplingSpec(), seed or 0, attempt or 0)
+                return await self._create(
+                    session_id, sampling or SamplingSpec(), seed or 0, attempt or 0, min_weight_version or 0
+                )
             record = session.record
             _refuse_released(record)
             if sampling not in (None, record.sampling):
@@ -95,6 +99,8 @@ class SessionCore:
             if seed not in (None, record.seed):
                 raise ConflictError(f"session {session_id} exists with another seed: {record.seed}")
             if attempt is not None and attempt < record.attempt:
+            if min_weight_version not in (None, record.min_weight_version):
+                raise ConflictError(f"session {session_id} exists for weight version {record.min_weight_version} on")
                 raise ConflictError(f"session {session_id} was opened by a later attempt than {attempt}")
             if attempt is not None and attempt > record.attempt:
                 session.record = dataclasses.replace(record, attempt=attempt)
@@ -219,12 +225,18 @@ class SessionCore:
     def num_in_flight(self) -> int:
         return len(self._in_flight)
 
-    async def _create(self, session_id: str, sampling: SamplingSpec, seed: int, attempt: int) -> Session:
-        session = Session(SessionRecord(session_id, sampling, seed, created_at=time.time(), attempt=attempt))
+    async def _create(
+        self, session_id: str, sampling: SamplingSpec, seed: int, attempt: int, min_weight_version: int
+    ) -> Session:
+        record = SessionRecord(
+            session_id, sampling, seed, time.time(), attempt=attempt, min_weight_version=min_weight_version
+        )
+        session = Session(record)
         await self._journal.create_session(session.record)
         self._keep(session)
         return session
 
+            "min_weight_version": record.min_weight_version,
     async def _cancel(self, tasks: list[asyncio.Task[Turn]]) -> None:
         for task in tasks:
             task.cancel()

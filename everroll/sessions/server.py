@@ -20,23 +20,25 @@ from pydantic import Field
 from starlette.applications import Starlette
 
 from everroll.contracts.base import Spec
-from everroll.contracts.spec import ModelSection, PositiveInt, Seconds
+from everroll.contracts.spec import EngineKind, ModelSection, PositiveInt, Seconds
 from everroll.engines.base import API_KEY_VARIABLE
 from everroll.engines.http import EngineTimeouts, open_client_session
-from everroll.engines.sglang import SGLangEngine
+from everroll.engines.open import open_engine
 from everroll.failures import ConfigurationError
 from everroll.sessions.app import SessionApp, build_app
 from everroll.sessions.core import SessionCore
 from everroll.sessions.journal import open_journal
 from everroll.sessions.keys import check_bind, load_admin_key
 from everroll.sessions.turns import TurnMaker
-from everroll.sessions.upstream import Upstream
+from everroll.sessions.upstream import Patience, Upstream
 from everroll.tokens.renderer import ChatRenderer, load_renderer
 
 _KEEP_ALIVE_SECONDS = 75
 """Longer than any client keeps an idle connection, so that it is the client that closes."""
 
 _log = logging.getLogger(__name__)
+_ENGINE_CHECK_TIMEOUT_SECONDS = 10.0
+
 
 
 class SessionServerSettings(Spec):
@@ -46,6 +48,8 @@ class SessionServerSettings(Spec):
     engine_urls: list[Annotated[str, Field(pattern=r"^https?://[^/\s]+")]] = Field(min_length=1)
     """Base URLs of the engines that sample."""
     journal_path: str
+    engine_kind: EngineKind = "auto"
+    """What the engines are: `sglang`, `vllm`, or `auto` to ask each."""
     """SQLite file of the journal; made if it is not there."""
     journal_synchronous: Literal["full", "normal"] = "full"
     """`full`: no answered turn is lost even if the machine crashes. `normal`: only if the process is killed."""
@@ -69,6 +73,14 @@ class SessionServerSettings(Spec):
     """Most calls to engines at a time; others queue."""
     shutdown_grace_seconds: PositiveInt = 5
     """How long calls in flight may go on after SIGTERM."""
+    engine_patience_seconds: Annotated[float, Field(ge=0, le=24 * 3600)] = 60.0
+    """How long a turn waits for engines that are paused, updating or overloaded, or whose connections break."""
+    turn_timeout_seconds: Seconds = 900.0
+    """Longest time for one turn, over all engines and all tries."""
+    engine_check_seconds: Seconds = 5.0
+    """Time between two health checks of an engine."""
+    engine_failure_threshold: PositiveInt = 3
+    """Failed checks and calls in a row after which an engine is asked last; one success makes it healthy again."""
 
 
 def serve(settings: SessionServerSettings) -> None:
@@ -113,15 +125,22 @@ async def _serve(settings: SessionServerSettings, renderer: ChatRenderer, admin_
 @contextlib.asynccontextmanager
 async def open_app(settings: SessionServerSettings, renderer: ChatRenderer, admin_key: str) -> AsyncIterator[Starlette]:
     """The application over a real journal and real engines, which are closed at the end."""
-    timeouts = EngineTimeouts(generate_seconds=settings.engine_timeout_seconds)
+    match = load_history_match(settings.model.history_match)
+    timeouts = EngineTimeouts(
+        generate_seconds=settings.engine_timeout_seconds, control_seconds=_ENGINE_CHECK_TIMEOUT_SECONDS
+    )
+    patience = Patience(settings.engine_patience_seconds, settings.turn_timeout_seconds)
     async with contextlib.AsyncExitStack() as stack:
         journal = open_journal(Path(settings.journal_path), settings.journal_synchronous)
         stack.push_async_callback(journal.close)
         http = await stack.enter_async_context(
             open_client_session(settings.max_engine_connections, os.environ.get(API_KEY_VARIABLE))
         )
-        upstream = Upstream([SGLangEngine(url, http, timeouts=timeouts) for url in settings.engine_urls])
-        core = SessionCore(journal, TurnMaker(renderer, upstream), settings.max_turns, settings.max_cached_sessions)
+        engines = [open_engine(settings.engine_kind, url, http, timeouts=timeouts) for url in settings.engine_urls]
+        upstream = Upstream(engines, patience, settings.engine_failure_threshold)
+        await stack.enter_async_context(upstream.pool.checking(settings.engine_check_seconds))
+        maker = TurnMaker(renderer, upstream, match)
+        core = SessionCore(journal, maker, settings.max_turns, settings.max_cached_sessions)
         stack.push_async_callback(core.close)
         handlers = SessionApp(
             core=core,
@@ -132,6 +151,7 @@ async def open_app(settings: SessionServerSettings, renderer: ChatRenderer, admi
             body_timeout_seconds=settings.body_timeout_seconds,
         )
         yield build_app(handlers)
+            describe_engines=upstream.describe,
 
 
 def build_info(settings: SessionServerSettings, renderer: ChatRenderer) -> dict[str, Any]:

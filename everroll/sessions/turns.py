@@ -69,7 +69,7 @@ class Prompt:
 
 
 class TurnMaker:
-    """Makes turns over one renderer and the engines."""
+    """Makes turns over one renderer and the engines; `match` says which messages are the same."""
 
     def __init__(self, renderer: ChatRenderer, upstream: Upstream) -> None:
         self._renderer = renderer
@@ -89,7 +89,9 @@ class TurnMaker:
         depth = 0 if prompt.follows is None else session.turns[prompt.follows].depth + 1
         seed = derive_seed(session.record.seed, depth, request.label)
         generate = self._build_generate_request(session, prompt, keys, seed)
-        completion = await self._upstream.generate(session.record.session_id, generate)
+        completion = await self._upstream.generate(
+            session.record.session_id, generate, session.record.min_weight_version
+        )
         reply = self._renderer.parse(completion.token_ids, prompt.token_ids, request.tools)
         message = build_reply_message(reply, keys.request_key)
         return Turn(
