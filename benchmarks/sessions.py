@@ -199,6 +199,7 @@ async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[
     settings = SessionServerSettings(
         model=model_section(write_model_dir(directory / "model", train_tokenizer(TEXTS))),
         engine_urls=[f"http://127.0.0.1:{upstream_port}"],
+        engine_kind="sglang",
         journal_path=str(directory / "journal.db"),
         journal_synchronous=arguments.synchronous,
         port=server_port,

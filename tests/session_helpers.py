@@ -133,6 +133,12 @@ class FakeEngine:
         answer = self.build_answer(body)
         return web.json_response(self.mangle(answer) if self.mangle else answer)
 
+    async def health(self, request: web.Request) -> web.Response:
+        return web.json_response({"status": "ok"})
+
+    async def model_info(self, request: web.Request) -> web.Response:
+        return web.json_response({"weight_version": str(self.weight_version)})
+
     def build_answer(self, body: dict[str, Any]) -> dict[str, Any]:
         text = self.replies.pop(0) if len(self.replies) > 1 else self.replies[0]
         ids = self.tokenizer.encode(text + "<|im_end|>").ids
@@ -159,6 +165,8 @@ async def run_fake_engine(*replies: str) -> AsyncIterator[FakeEngine]:
     engine = FakeEngine(replies=list(replies) or ["hello"])
     app = web.Application()
     app.router.add_post("/generate", engine.generate)
+    app.router.add_get("/health", engine.health)
+    app.router.add_get("/model_info", engine.model_info)
     async with serve_aiohttp(app) as url:
         engine.base_url = url
         yield engine
@@ -307,7 +315,7 @@ async def run_stack(
         model=model_section(model_dir),
         engine_urls=[engine.base_url for engine in engines],
         journal_path=str(journal),
-        **settings,
+        **{"engine_patience_seconds": 0, **settings},
     )
     async with (
         open_app(values, renderer, ADMIN_KEY) as app,

@@ -38,11 +38,34 @@ class EngineError(RuntimeError):
         super().__init__(f"{method} {url}{answered}: {problem}{tail}")
 
 
+Trouble = Literal["unreachable", "timeout", "lost", "busy", "failed"]
+"""`unreachable`: no connection; `timeout`: no answer in time; `lost`: the connection broke under the call; `busy`: paused,
+updating or overloaded (503, 429, an aborted call), which passes; `failed`: any other 5xx."""
+
+
 class EngineUnavailableError(EngineError):
     """Unreachable, timed out, answered 5xx, or aborted the call. In-place weight updates make these routine."""
 
     http_status = 503
     can_retry = True
+
+    def __init__(
+        self,
+        method: str,
+        url: str,
+        problem: str,
+        *,
+        status: int | None = None,
+        body: str = "",
+        trouble: Trouble = "failed",
+    ) -> None:
+        super().__init__(method, url, problem, status=status, body=body)
+        self.trouble: Trouble = trouble
+
+    @property
+    def may_have_arrived(self) -> bool:
+        """Whether the engine may be working on the call all the same."""
+        return self.trouble in ("timeout", "lost")
 
 
 class EngineAnswerError(EngineError):

@@ -5,17 +5,19 @@ Knows transport and JSON only; what the fields mean is the business of each engi
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 
 import aiohttp
 from aiohttp.http_exceptions import ContentEncodingError
+from pydantic_core import from_json, to_json
 
-from everroll.engines.base import EngineAnswerError, EngineRejectedError, EngineUnavailableError
+from everroll.engines.base import EngineAnswerError, EngineRejectedError, EngineUnavailableError, Trouble
 
 JsonObject = dict[str, object]
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})
+_BUSY = frozenset({503, *_RETRYABLE_4XX})
+_JSON = {"Content-Type": "application/json"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,9 +69,11 @@ class EngineHttp:
         # `sock_connect` bounds the connection itself, `total` everything else: an answer comes in one piece at the
         # end, so that a separate read timeout would only be a second name for the total.
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(self._connect_seconds, seconds))
+        payload = None if body is None else to_json(body)
+        headers = self._headers if body is None else {**self._headers, **_JSON}
         try:
             async with self._session.request(
-                method, url, json=body, timeout=timeout, headers=self._headers, allow_redirects=False
+                method, url, data=payload, timeout=timeout, headers=headers, allow_redirects=False
             ) as response:
                 return response.status, await response.read()
         except (aiohttp.InvalidURL, aiohttp.NonHttpUrlClientError) as error:
@@ -77,9 +81,10 @@ class EngineHttp:
         except aiohttp.ClientPayloadError as error:
             if isinstance(error.__cause__, ContentEncodingError):
                 raise EngineAnswerError(method, url, f"the body cannot be decoded ({error})") from error
-            raise EngineUnavailableError(method, url, _describe(error, seconds)) from error
+            raise EngineUnavailableError(method, url, _describe(error, seconds), trouble="lost") from error
         except (TimeoutError, aiohttp.ClientError, OSError) as error:
-            raise EngineUnavailableError(method, url, _describe(error, seconds)) from error
+            problem = _describe(error, seconds)
+            raise EngineUnavailableError(method, url, problem, trouble=_find_trouble(error)) from error
 
     async def call(self, method: str, path: str, body: JsonObject | None, seconds: float) -> bytes:
         """Send one request and insist on a 2xx answer.
@@ -98,7 +103,10 @@ class EngineHttp:
             return
         text = payload.decode("utf-8", "replace")
         if status >= 500 or status in _RETRYABLE_4XX:
-            raise EngineUnavailableError(method, self.url(path), "the engine failed", status=status, body=text)
+            trouble: Trouble = "busy" if status in _BUSY else "failed"
+            raise EngineUnavailableError(
+                method, self.url(path), "the engine failed", status=status, body=text, trouble=trouble
+            )
         raise EngineRejectedError(method, self.url(path), "the engine refused the request", status=status, body=text)
 
     def parse_object(self, method: str, path: str, payload: bytes) -> JsonObject:
@@ -108,14 +116,20 @@ class EngineHttp:
             EngineAnswerError: not JSON, or not an object.
         """
         try:
-            value = json.loads(payload)
-        except (ValueError, RecursionError) as error:
+            value = from_json(payload)
+        except ValueError as error:
             raise EngineAnswerError(
                 method, self.url(path), f"no JSON ({error})", status=200, body=payload.decode("utf-8", "replace")
             ) from error
         if not isinstance(value, dict):
             raise EngineAnswerError(method, self.url(path), "no JSON object", status=200, body=repr(value))
         return value
+
+
+def _find_trouble(error: BaseException) -> Trouble:
+    if isinstance(error, (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError)):
+        return "unreachable"
+    return "timeout" if isinstance(error, TimeoutError) else "lost"
 
 
 def _describe(error: BaseException, seconds: float) -> str:

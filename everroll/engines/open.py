@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import aiohttp
 
+from everroll.contracts.spec import EngineKind
 from everroll.engines.base import Engine
+from everroll.engines.detect import DetectedEngine
 from everroll.engines.http import EngineTimeouts
 from everroll.engines.sglang import SGLangEngine
-
-EngineKind = Literal["sglang"]
-"""`sglang` is also what the embedded engine speaks."""
+from everroll.engines.vllm import VllmEngine
 
 
 def open_engine(
@@ -24,5 +22,9 @@ def open_engine(
 ) -> Engine:
     """A client of the engine at `base_url`. The session stays the caller's."""
     match kind:
+        case "auto":
+            return DetectedEngine(base_url, session, timeouts=timeouts, api_key=api_key)
         case "sglang":
             return SGLangEngine(base_url, session, timeouts=timeouts, api_key=api_key)
+        case "vllm":
+            return VllmEngine(base_url, session, timeouts=timeouts, api_key=api_key)

@@ -7,10 +7,9 @@ ignored, so that other versions of the server keep working.
 
 from __future__ import annotations
 
-import math
-
 import aiohttp
 
+from everroll.engines.answers import AnswerReader, is_count
 from everroll.engines.base import (
     Completion,
     EngineAnswerError,
@@ -19,13 +18,10 @@ from everroll.engines.base import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    Trouble,
     WeightUpdateError,
 )
 from everroll.engines.http import EngineHttp, EngineTimeouts, JsonObject
-
-# Rounding can lift the log-probability of a near-certain token slightly above 0; anything more is no log-probability.
-_MAX_LOGPROB = 1e-4
-_UNNAMED_VERSION = "default"
 
 
 class SGLangEngine:
@@ -53,11 +49,11 @@ class SGLangEngine:
             "POST", "/generate", build_generate_body(request), self._timeouts.generate_seconds
         )
         answer = self._http.parse_object("POST", "/generate", payload)
-        return _AnswerParser(self._http.url("/generate"), payload).parse(request, answer)
+        return _Reader("POST", self._http.url("/generate"), payload).read_completion(request, answer)
 
     async def weight_version(self) -> int:
         info = await self._model_info()
-        return _AnswerParser(self._http.url(self._info_path), b"").parse_version(info)
+        return AnswerReader("GET", self._http.url(self._info_path), b"").read_version(info.get("weight_version"))
 
     async def pause(self, mode: PauseMode) -> None:
         await self._http.call("POST", "/pause_generation", {"mode": mode}, self._timeouts.control_seconds)
@@ -131,106 +127,63 @@ def build_generate_body(request: GenerateRequest) -> JsonObject:
     }
 
 
-class _AnswerParser:
-    """Reads one answer; every complaint names the URL and quotes the body."""
-
-    def __init__(self, url: str, payload: bytes) -> None:
-        self._url, self._payload = url, payload
-
-    def parse(self, request: GenerateRequest, answer: JsonObject) -> Completion:
+class _Reader(AnswerReader):
+    def read_completion(self, request: GenerateRequest, answer: JsonObject) -> Completion:
         meta = answer.get("meta_info")
         if not isinstance(meta, dict):
-            raise self._error("no meta_info")
+            raise self.error("no meta_info")
         if meta.get("id") != request.rid:
-            raise self._error(f"id is {meta.get('id')!r}, expected {request.rid!r}")
-        finish_reason = self._parse_finish_reason(meta)
-        token_ids = self._parse_token_ids(answer.get("output_ids"))
-        if not 1 <= len(token_ids) <= request.max_new_tokens:
-            raise self._error(f"{len(token_ids)} tokens, asked for 1 to {request.max_new_tokens}")
+            raise self.error(f"id is {meta.get('id')!r}, expected {request.rid!r}")
+        finish_reason = self._read_finish_reason(meta)
+        token_ids = self.read_token_ids(answer.get("output_ids"), "output_ids")
+        self.check_num_tokens(token_ids, request.max_new_tokens)
         self._check_count(meta, "completion_tokens", len(token_ids))
         self._check_count(meta, "prompt_tokens", len(request.token_ids))
-        version = self.parse_version(meta)
+        version = self.read_version(meta.get("weight_version"))
         return Completion(
             token_ids=token_ids,
-            logprobs=self._parse_logprobs(meta.get("output_token_logprobs"), token_ids),
-            weight_versions=self._parse_token_versions(meta, len(token_ids), version),
+            logprobs=self._read_logprobs(meta.get("output_token_logprobs"), token_ids),
+            weight_versions=self._read_token_versions(meta, len(token_ids), version),
             finish_reason=finish_reason,
             weight_version=version,
-            num_cached_tokens=self._parse_cached(meta),
+            num_cached_tokens=meta["cached_tokens"] if is_count(meta.get("cached_tokens")) else 0,
         )
 
-    def parse_version(self, meta: JsonObject) -> int:
-        """SGLang keeps the version as text; `default` stands for weights that nobody has named yet."""
-        value = meta.get("weight_version")
-        if value == _UNNAMED_VERSION:
-            return 0
-        try:
-            version = int(value) if isinstance(value, (str, int)) and not isinstance(value, bool) else -1
-        except ValueError:
-            version = -1
-        if version < 0:
-            raise self._error(f"weight_version is {value!r}, expected a number from 0")
-        return version
-
-    def _parse_finish_reason(self, meta: JsonObject) -> FinishReason:
+    def _read_finish_reason(self, meta: JsonObject) -> FinishReason:
         reason = meta.get("finish_reason")
         kind = reason.get("type") if isinstance(reason, dict) else None
         if kind == "abort" and isinstance(reason, dict):
             problem = f"the engine aborted the call: {reason.get('message', 'no reason given')}"
-            raise EngineUnavailableError("POST", self._url, problem, status=200, body=self._body)
+            trouble: Trouble = "failed" if reason.get("status_code") == 500 else "busy"
+            raise EngineUnavailableError("POST", self._url, problem, status=200, body=self.body, trouble=trouble)
         if kind == "stop":
             return "stop"
         if kind == "length":
             return "length"
-        raise self._error(f"finish_reason is {reason!r}, expected stop, length or abort")
+        raise self.error(f"finish_reason is {reason!r}, expected stop, length or abort")
 
-    def _parse_token_ids(self, value: object) -> list[int]:
-        if not isinstance(value, list) or not all(_is_count(token) for token in value):
-            raise self._error("output_ids is no list of token ids")
-        return value
-
-    def _parse_logprobs(self, value: object, token_ids: list[int]) -> list[float]:
+    def _read_logprobs(self, value: object, token_ids: list[int]) -> list[float]:
         if not isinstance(value, list) or len(value) != len(token_ids):
             got = len(value) if isinstance(value, list) else "no"
-            raise self._error(f"{got} log-probabilities for {len(token_ids)} tokens")
+            raise self.error(f"{got} log-probabilities for {len(token_ids)} tokens")
         logprobs = []
         for index, (row, token_id) in enumerate(zip(value, token_ids, strict=True)):
             if not isinstance(row, list) or len(row) < 2:
-                raise self._error(f"output_token_logprobs[{index}] is {row!r}, expected [logprob, token id, text]")
-            logprob, row_token = row[0], row[1]
-            if row_token != token_id:
-                raise self._error(
-                    f"output_token_logprobs[{index}] is of token {row_token!r}, output_ids has {token_id}"
-                )
-            if not isinstance(logprob, (int, float)) or not math.isfinite(logprob) or logprob > _MAX_LOGPROB:
-                raise self._error(f"output_token_logprobs[{index}] = {logprob!r} is no log-probability")
-            logprobs.append(float(logprob))
+                raise self.error(f"output_token_logprobs[{index}] is {row!r}, expected [logprob, token id, text]")
+            if row[1] != token_id:
+                raise self.error(f"output_token_logprobs[{index}] is of token {row[1]!r}, output_ids has {token_id}")
+            logprobs.append(self.read_logprob(row[0], f"output_token_logprobs[{index}]"))
         return logprobs
 
-    def _parse_token_versions(self, meta: JsonObject, num_tokens: int, version: int) -> list[int]:
+    def _read_token_versions(self, meta: JsonObject, num_tokens: int, version: int) -> list[int]:
         """The embedded engine reports the version of every token; elsewhere the call's version stands for all."""
         value = meta.get("token_weight_versions")
         if value is None:
             return [version] * num_tokens
-        if not isinstance(value, list) or len(value) != num_tokens or not all(_is_count(item) for item in value):
-            raise self._error(f"token_weight_versions does not hold {num_tokens} versions")
+        if not isinstance(value, list) or len(value) != num_tokens or not all(is_count(item) for item in value):
+            raise self.error(f"token_weight_versions does not hold {num_tokens} versions")
         return value
-
-    def _parse_cached(self, meta: JsonObject) -> int:
-        value = meta.get("cached_tokens", 0)
-        return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
     def _check_count(self, meta: JsonObject, name: str, expected: int) -> None:
         if meta.get(name) != expected:
-            raise self._error(f"{name} is {meta.get(name)!r}, expected {expected}")
-
-    def _error(self, problem: str) -> EngineAnswerError:
-        return EngineAnswerError("POST", self._url, problem, status=200, body=self._body)
-
-    @property
-    def _body(self) -> str:
-        return self._payload.decode("utf-8", "replace")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+            raise self.error(f"{name} is {meta.get(name)!r}, expected {expected}")
