@@ -13,7 +13,7 @@ from everroll.agents import AgentClients, AgentError, Episode, run_agent
 from everroll.contracts import names
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import EpisodeReport, EpisodeRequest
-from everroll.prompts import DatasetCache, Prompt, compute_prompt_index
+from everroll.prompts import DatasetCache, Prompt
 from everroll.sessions.client import SessionClient, SessionHandle
 
 
@@ -28,15 +28,11 @@ class EpisodeActivities:
     @activity.defn(name=names.RUN_EPISODE)
     async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
         started = time.monotonic()
-        prompt = self._find_prompt(request)
-        async with heartbeating("opening the session") as progress:
+        async with heartbeating("reading the prompt") as progress:
+            prompt = await self._datasets.find_prompt(request.dataset, request.key.group)
+            progress.report("opening the session")
             report = await self._play(request, prompt, progress)
         return report.model_copy(update={"duration_seconds": time.monotonic() - started})
-
-    def _find_prompt(self, request: EpisodeRequest) -> Prompt:
-        reference = request.dataset
-        index = compute_prompt_index(request.key.group, reference.num_prompts, reference.seed, reference.shuffle)
-        return self._datasets.get(reference).prompts[index]
 
     async def _play(self, request: EpisodeRequest, prompt: Prompt, progress: Progress) -> EpisodeReport:
         client = SessionClient(self._clients.http, request.session_url, self._admin_key)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import glob
 import json
 import re
 import tomllib
@@ -22,6 +23,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from everroll.contracts.spec import RunSpec
+from everroll.data.locations import is_glob, is_url
 from everroll.runfile_fields import run_file_fields, run_file_sections
 
 TomlTable = dict[str, Any]
@@ -125,8 +127,8 @@ def _apply_overrides(data: TomlTable, overrides: Mapping[str, str]) -> list[Faul
     for dotted, text in overrides.items():
         keys = tuple(dotted.split("."))
         value = _parse_toml_value(text)
-        if keys in _INPUT_PATHS and isinstance(value, str):
-            value = str(Path(value).expanduser().absolute())
+        if keys in _INPUT_PATHS:
+            value = _absolute_input(value, Path.cwd())
         table: Any = data
         for key in keys[:-1]:
             table = table.setdefault(key, {}) if isinstance(table, dict) else table
@@ -158,9 +160,9 @@ def _fill_services(data: TomlTable, services: Mapping[str, Any]) -> None:
 def _resolve_paths(data: TomlTable, base_dir: Path) -> None:
     """Make paths absolute in place; defaults of output paths are written out, since they too become absolute."""
     for section, key in _INPUT_PATHS:
-        value = _get_text(data, section, key)
-        if value:
-            data[section][key] = str(_absolute(value, base_dir))
+        table = data.get(section)
+        if isinstance(table, dict) and table.get(key):
+            table[key] = _absolute_input(table[key], base_dir)
     output = _get_text(data, "run", "output_dir", ".everroll/runs")
     if output:
         data["run"]["output_dir"] = str(_absolute(output, Path.cwd()))
@@ -178,20 +180,37 @@ def _get_text(data: TomlTable, section: str, key: str, default: str = "") -> str
     return value if isinstance(value, str) else ""
 
 
+def _absolute_input(value: Any, base_dir: Path) -> Any:
+    """Paths and globs, alone or in a list, made absolute; URLs, and what is no text, as they are."""
+    if isinstance(value, list):
+        return [_absolute_input(item, base_dir) for item in value]
+    return str(_absolute(value, base_dir)) if isinstance(value, str) and not is_url(value) else value
+
+
 def _absolute(text: str, base_dir: Path) -> Path:
     return Path(base_dir, Path(text).expanduser()).resolve()
 
 
 def _file_faults(data: TomlTable, model_as_written: str) -> Iterator[Fault]:
     """Checks of what the run will read, made even when other faults exist."""
-    text = _get_text(data, "data", "path")
-    if text and not Path(text).is_file():
-        yield Fault("data.path", f": no file {text}; create it (JSONL, one prompt a line) or correct the path")
+    yield from _data_faults(data)
     text = _get_text(data, "model", "path")
     if text and not Path(text).is_dir():
         yield Fault("model.path", f": no directory {text}; {_mend_model(text, model_as_written)}")
     elif text and not Path(text, "config.json").is_file():
         yield Fault("model.path", f": {text} holds no config.json; name a checkpoint directory in Hugging Face layout")
+
+
+def _data_faults(data: TomlTable) -> Iterator[Fault]:
+    table = data.get("data")
+    paths = table.get("path") if isinstance(table, dict) else None
+    for text in paths if isinstance(paths, list) else [paths]:
+        if not isinstance(text, str) or not text or is_url(text) or Path(text.removeprefix("file://")).is_file():
+            continue
+        if not is_glob(text):
+            yield Fault("data.path", f": no file {text}; create it (JSONL, one prompt a line) or correct the path")
+        elif not glob.glob(text, recursive=True):
+            yield Fault("data.path", f": no file matches {text}; correct it")
 
 
 def _mend_model(path: str, as_written: str) -> str:

@@ -22,9 +22,10 @@ class BlobRef(Payload):
 class DatasetRef(Payload):
     """A data set as every worker must see it: the fingerprint is checked before a prompt is used."""
 
-    path: str
+    path: str | list[str]
+    """As in the run file: paths, globs and URLs."""
     fingerprint: str
-    """sha256 over the file's bytes."""
+    """sha256 over the prompts in order, however their files are laid out."""
     num_prompts: int
     seed: int
     shuffle: bool

@@ -14,6 +14,7 @@ from everroll.contracts.names import DEFAULT_TASK_QUEUE, RUN_NAME_PATTERN
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 PositiveInt = Annotated[int, Field(ge=1)]
+DataPaths = str | Annotated[list[str], Field(min_length=1)]
 EngineKind = Literal["auto", "sglang", "vllm"]
 """What an inference engine speaks; `auto` asks the server. The embedded engine speaks both."""
 DataPaths = str | Annotated[list[str], Field(min_length=1)]
@@ -49,8 +50,9 @@ class ModelSection(Spec):
 class DataSection(Spec):
     """[data]: the prompts."""
 
-    path: str
-    """JSONL file, one prompt a line: `messages` (chat) or `text`, and optionally `label` and `metadata`."""
+    path: DataPaths
+    """JSONL or Parquet: a path, a glob or a URL, or a list of them, read in that order (docs/data.md). A row holds
+    `messages` (chat) or `text`, and optionally `label` and `metadata`."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of the order within each epoch."""
     shuffle: bool = True
