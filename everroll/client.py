@@ -24,16 +24,20 @@ from temporalio.exceptions import ApplicationError, FailureError, WorkflowAlread
 from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.contracts import names
-from everroll.contracts.health import SteerRequest
+from everroll.contracts.health import SteerRequest, Survey
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
+from everroll.survey import find_groups, survey_run
 from everroll.temporal import build_plugin
 
+_STEP_ATTRIBUTE = SearchAttributeKey.for_int(names.SEARCH_STEP)
+_PHASE_ATTRIBUTE = SearchAttributeKey.for_keyword(names.SEARCH_PHASE)
+_REWARD_ATTRIBUTE = SearchAttributeKey.for_float(names.SEARCH_REWARD)
 SEARCH_ATTRIBUTES: tuple[SearchAttributeKey[str] | SearchAttributeKey[int] | SearchAttributeKey[float], ...] = (
     SearchAttributeKey.for_keyword(names.SEARCH_RUN),
-    SearchAttributeKey.for_int(names.SEARCH_STEP),
-    SearchAttributeKey.for_keyword(names.SEARCH_PHASE),
-    SearchAttributeKey.for_float(names.SEARCH_REWARD),
+    _STEP_ATTRIBUTE,
+    _PHASE_ATTRIBUTE,
+    _REWARD_ATTRIBUTE,
 )
 _INDEXED_TYPES = {
     names.SEARCH_RUN: IndexedValueType.INDEXED_VALUE_TYPE_KEYWORD,
@@ -42,6 +46,8 @@ _INDEXED_TYPES = {
     names.SEARCH_REWARD: IndexedValueType.INDEXED_VALUE_TYPE_DOUBLE,
 }
 _RPC_TIMEOUT = timedelta(seconds=10)
+_QUERY_TIMEOUT = timedelta(seconds=3)
+_SURVEY_SECONDS = 4.0
 _STEER_TIMEOUT = timedelta(seconds=30)
 _STATES = {
     WorkflowExecutionStatus.RUNNING: "running",
@@ -71,6 +77,15 @@ class RunFailedError(RuntimeError):
 
 
 @dataclass(frozen=True)
+class IndexedStatus:
+    """A run's search attributes; each is None until the run has set it."""
+
+    step: int | None
+    phase: str | None
+    reward: float | None
+
+
+@dataclass(frozen=True)
 class RunView:
     """A run as seen from outside."""
 
@@ -81,17 +96,24 @@ class RunView:
     state: str
     """`running`, `completed`, `failed`, `canceled`, `terminated` or `timed_out`."""
     started_at: datetime
+    """Of the run's first generation."""
     closed_at: datetime | None
     status: RunStatus | None
     """None when no worker answered the query in time; `status_error` says why."""
     status_error: str | None = None
     failure: str | None = None
     """Why it ended, from the outermost failure to the cause."""
+    indexed: IndexedStatus | None = None
+    """Where it stands by Temporal's own record, which needs no worker."""
+    result: TrainingRunResult | None = None
+    """Of a run that has completed, when no worker answered."""
+    survey: Survey | None = None
+    """What a running run waits for at this moment; taken when asked for."""
 
     def url(self, ui_base: str) -> str:
-        """Address of the run's page in the Temporal web UI."""
+        """Address of the run's page in the Temporal web UI, which shows the latest generation."""
         workflow_id = self.workflow_id.replace("/", "%2F")
-        return f"{ui_base.rstrip('/')}/namespaces/{self.namespace}/workflows/{workflow_id}/{self.run_id}/history"
+        return f"{ui_base.rstrip('/')}/namespaces/{self.namespace}/workflows/{workflow_id}"
 
 
 @dataclass(frozen=True)
@@ -122,7 +144,9 @@ class EverrollClient:
                 return cls(await Client.connect(address, namespace=namespace, plugins=[build_plugin()]))
             except RuntimeError as error:
                 if asyncio.get_running_loop().time() >= deadline:
-                    raise ConnectionError(f"no Temporal server answers at {address}: {error}") from error
+                    raise ConnectionError(
+                        f"no Temporal server answers at {address}: {_describe_connect_error(error)}"
+                    ) from error
             await asyncio.sleep(0.2)
 
     async def register_search_attributes(self) -> None:
@@ -160,28 +184,38 @@ class EverrollClient:
         except WorkflowAlreadyStartedError as error:
             raise RunExistsError(f"a run named {spec.run.name!r} exists already; choose another run.name") from error
 
-    async def status(self, run: str, query_timeout: timedelta = timedelta(seconds=5)) -> RunView:
-        """Describe a run; its own account is asked of a worker and may be missing when none answers.
+    async def status(self, run: str, query_timeout: timedelta = _QUERY_TIMEOUT, *, survey: bool = False) -> RunView:
+        """Describe a run, within about five seconds; its own account is asked of a worker and may be missing.
+
+        `survey`: also find out what it waits for. Temporal tells, so that this works without any worker.
 
         Raises:
             RunNotFoundError: no such run.
+            ConnectionError: Temporal does not answer.
         """
         handle = self._handle(run)
         description = await self._describe(handle, run)
-        status, status_error = await self._query_status(handle, query_timeout)
         state = _STATES[description.status] if description.status else "running"
-        failure = None if state in ("running", "completed") else await self._read_failure(handle)
+        (status, status_error), waiting, started_at = await asyncio.gather(
+            self._query_status(handle, description, query_timeout),
+            self._take_survey(run) if survey and state == "running" else _nothing(),
+            self._find_start(description),
+        )
+        result, failure = (None, None) if state == "running" else await self._read_result(handle)
         return RunView(
             run=run,
             workflow_id=description.id,
             run_id=description.run_id,
             namespace=self.temporal.namespace,
             state=state,
-            started_at=description.start_time,
+            started_at=started_at,
             closed_at=description.close_time,
             status=status,
             status_error=status_error,
             failure=failure,
+            indexed=_read_indexed(description),
+            result=None if status else result,
+            survey=waiting,
         )
 
     async def stop(self, run: str) -> None:
@@ -247,11 +281,19 @@ class EverrollClient:
             raise _translate(error, run) from error
 
     async def find_runs(self, limit: int = 50) -> list[RunListing]:
-        """The latest runs, newest first."""
+        """The latest runs, newest first.
+
+        Raises:
+            ConnectionError: Temporal does not answer.
+        """
+        query = f"WorkflowType = '{names.TRAINING_RUN}' AND ExecutionStatus != 'ContinuedAsNew'"
         found = []
-        async for execution in self.temporal.list_workflows(f"WorkflowType = '{names.TRAINING_RUN}'", limit=limit):
-            state = _STATES[execution.status] if execution.status else "running"
-            found.append(RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time))
+        try:
+            async for execution in self.temporal.list_workflows(query, limit=limit, rpc_timeout=_RPC_TIMEOUT):
+                state = _STATES[execution.status] if execution.status else "running"
+                found.append(RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time))
+        except RPCError as error:
+            raise _translate(error, "") from error
         return found
 
     def _handle(self, run: str) -> WorkflowHandle[object, TrainingRunResult]:
@@ -266,21 +308,64 @@ class EverrollClient:
             raise _translate(error, run) from error
 
     async def _query_status(
-        self, handle: WorkflowHandle[object, TrainingRunResult], timeout: timedelta
+        self,
+        handle: WorkflowHandle[object, TrainingRunResult],
+        description: WorkflowExecutionDescription,
+        timeout: timedelta,
     ) -> tuple[RunStatus | None, str | None]:
         try:
             return await handle.query(names.QUERY_STATUS, result_type=RunStatus, rpc_timeout=timeout), None
-        except RPCError as error:
-            return None, f"no worker of this run's workflows answers: {error.message}"
+        except RPCError:
+            queue = description.task_queue
+            return (
+                None,
+                f"no workflow worker of task queue {queue} answers; is one running? (python -m worker workflows)",
+            )
         except temporalio.client.WorkflowQueryFailedError as error:
             return None, f"the run does not know its status yet: {error}"
 
-    async def _read_failure(self, handle: WorkflowHandle[object, TrainingRunResult]) -> str | None:
+    async def _take_survey(self, run: str) -> Survey | None:
+        """Best effort."""
         try:
-            await handle.result(rpc_timeout=_RPC_TIMEOUT)
+            async with asyncio.timeout(_SURVEY_SECONDS):
+                return await survey_run(self.temporal, run, await find_groups(self.temporal, run))
+        except TimeoutError:
+            return None
+
+    async def _find_start(self, description: WorkflowExecutionDescription) -> datetime:
+        """When the first generation started; its record may be gone by the namespace's retention."""
+        first = description.raw_description.workflow_execution_info.first_run_id
+        if first in ("", description.run_id):
+            return description.start_time
+        try:
+            handle = self.temporal.get_workflow_handle(description.id, run_id=first)
+            return (await handle.describe(rpc_timeout=_QUERY_TIMEOUT)).start_time
+        except RPCError:
+            return description.start_time
+
+    async def _read_result(
+        self, handle: WorkflowHandle[object, TrainingRunResult]
+    ) -> tuple[TrainingRunResult | None, str | None]:
+        """Of a run that has ended: its result, or why it has none."""
+        try:
+            return await handle.result(rpc_timeout=_RPC_TIMEOUT), None
         except WorkflowFailureError as error:
-            return describe_failure(error.cause)
-        return None
+            return None, describe_failure(error.cause)
+        except RPCError as error:
+            return None, f"Temporal did not say how it ended: {error.message}"
+
+
+def _read_indexed(description: WorkflowExecutionDescription) -> IndexedStatus:
+    attributes = description.typed_search_attributes
+    return IndexedStatus(
+        step=attributes.get(_STEP_ATTRIBUTE),
+        phase=attributes.get(_PHASE_ATTRIBUTE),
+        reward=attributes.get(_REWARD_ATTRIBUTE),
+    )
+
+
+async def _nothing() -> None:
+    """In place of a survey that is not asked for."""
 
 
 def describe_failure(error: BaseException | None) -> str:
@@ -295,6 +380,20 @@ def describe_failure(error: BaseException | None) -> str:
 
 
 def _translate(error: RPCError, run: str) -> Exception:
+    if error.status == RPCStatusCode.NOT_FOUND and "namespace" in error.message.lower():
+        return ConnectionError(f"the Temporal server has no such namespace: {error.message}")
     if error.status == RPCStatusCode.NOT_FOUND:
         return RunNotFoundError(f"no run named {run!r} is running; everroll list shows which there are")
     return ConnectionError(f"Temporal did not answer: {error.message}")
+
+
+def _describe_connect_error(error: RuntimeError) -> str:
+    """The reason among the many words of the SDK's core."""
+    text = str(error)
+    known = {
+        "onnection refused": "the connection was refused",
+        "dns error": "its name cannot be resolved",
+        "invalid": "the address is not valid; write HOST:PORT",
+        "imed out": "it did not answer in time",
+    }
+    return next((words for part, words in known.items() if part in text), text.splitlines()[0][:200])

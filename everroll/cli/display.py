@@ -12,6 +12,7 @@ from rich.text import Text
 
 from everroll.cli.progress import (
     Progress,
+    describe_groups,
     draw_bar,
     draw_sparkline,
     format_counts,
@@ -111,9 +112,7 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
     bar = draw_bar(status.step, status.num_steps, _BAR_WIDTH).ljust(_BAR_WIDTH, "░")
     table.add_row("step", f"{bar} {status.step}/{status.num_steps}  {status.phase.value}")
     table.add_row("mean reward", f"{format_reward(status.mean_reward)}  {rewards}")
-    table.add_row(
-        "groups", f"{status.groups_ready} of {status.groups_wanted} done, {len(status.groups_in_flight)} in flight"
-    )
+    table.add_row("groups", describe_groups(status).removeprefix("groups "))
     table.add_row("tokens/s", format_rate(progress.rate.compute()))
     table.add_row("aborts", format_counts(status.unusable_episodes))
     if status.last_cause is not None:

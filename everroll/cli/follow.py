@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from dataclasses import asdict
 
 from rich.console import Console
 
 from everroll.cli.display import Display, make_display, render_steps
 from everroll.cli.errors import FAILED
-from everroll.cli.progress import Progress, list_attention
+from everroll.cli.progress import Progress, describe_indexed, list_attention
 from everroll.client import EverrollClient, RunListing, RunView
 
 _POLL_SECONDS = 1.0
@@ -51,9 +52,12 @@ async def follow_quietly(client: EverrollClient, run: str, progress: Progress, d
     """
     loop = asyncio.get_running_loop()
     last_answer = loop.time()
+    silent = False
     while True:
         try:
-            view = await client.status(run)
+            # Without a worker's answer, Temporal tells what is waited for.
+            view = await client.status(run, survey=silent)
+            silent = view.status is None
         except ConnectionError:
             if loop.time() - last_answer > _SERVER_AWAY_SECONDS:
                 raise
@@ -93,14 +97,17 @@ def print_status(view: RunView, ui_url: str | None, *, as_json: bool) -> None:
     progress.add(0.0, view)
     console = Console(highlight=False)
     console.print(f"run {view.run}: {view.state}, started {view.started_at:%Y-%m-%d %H:%M:%S} UTC")
-    if view.status:
-        console.print(progress.describe(), markup=False, soft_wrap=True)
+    line = progress.describe() if view.status else describe_indexed(view)
+    if line:
+        console.print(line, markup=False, soft_wrap=True)
     for line in list_attention(view):
         console.print(line, markup=False, soft_wrap=True)
     if view.status and view.status.last_cause:
         console.print(f"last cause: {view.status.last_cause}", markup=False, soft_wrap=True)
     if view.failure:
         console.print(view.failure, markup=False, soft_wrap=True)
+    if view.result:
+        console.print(f"{view.result.steps} steps, {view.result.trained_groups} groups trained", soft_wrap=True)
     if progress.ordered_steps:
         console.print(render_steps(progress.ordered_steps))
     if ui_url:
@@ -121,6 +128,9 @@ def describe_view(view: RunView, ui_url: str | None) -> dict[str, object]:
         "failure": view.failure,
         "status": view.status.model_dump(mode="json") if view.status else None,
         "status_error": view.status_error,
+        "indexed": asdict(view.indexed) if view.indexed else None,
+        "result": view.result.model_dump(mode="json") if view.result else None,
+        "survey": view.survey.model_dump(mode="json") if view.survey else None,
     }
 
 

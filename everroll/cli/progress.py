@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime
 
 from everroll.client import RunView
+from everroll.contracts.health import Waiting
 from everroll.contracts.training import RunStatus, StepRecord
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -70,12 +71,31 @@ class Progress:
         parts = [
             f"step {status.step}/{status.num_steps}",
             status.phase.value,
-            f"groups {status.groups_ready}/{status.groups_wanted}",
+            describe_groups(status),
             f"reward {format_reward(status.mean_reward)}",
             f"{format_rate(self.rate.compute())} tokens/s",
             f"aborts {format_counts(status.unusable_episodes)}",
         ]
         return "  ".join(parts)
+
+
+def describe_groups(status: RunStatus) -> str:
+    """Where the groups are: playing, ready for the next batch, settled."""
+    num_dropped = sum(status.dropped_groups.values())
+    settled = f"{status.trained_groups} trained" + (f", {num_dropped} dropped" if num_dropped else "")
+    return (
+        f"groups {len(status.groups_in_flight)} in flight, {status.groups_ready} of {status.groups_wanted} ready, "
+        f"{settled}"
+    )
+
+
+def describe_indexed(view: RunView) -> str | None:
+    """One line from Temporal's own record, for a run whose workers do not answer."""
+    indexed = view.indexed
+    if indexed is None or indexed.step is None:
+        return None
+    reward = format_reward(indexed.reward)
+    return f"by Temporal's record: step {indexed.step}, {indexed.phase or 'no phase'}, reward {reward}"
 
 
 def list_attention(view: RunView) -> list[str]:
@@ -84,15 +104,25 @@ def list_attention(view: RunView) -> list[str]:
     status = view.status
     if status is not None and status.pause is not None:
         lines.append(f"paused since {format_time(status.pause.since)}: {status.pause.message}")
-    if status is not None and status.survey is not None:
-        waiting = status.survey.waiting[:_MAX_WAITING_SHOWN]
-        lines += [
-            f"waits for group {item.group} {item.activity} since {format_time(item.since)}: {item.stage}"
-            for item in waiting
-        ]
-        if status.survey.num_waiting > len(waiting) > 0:
-            lines.append(f"and {status.survey.num_waiting - len(waiting)} more")
-    return lines
+    return lines + _list_waiting(view)
+
+
+def _list_waiting(view: RunView) -> list[str]:
+    """What is stuck by a survey of this moment; by the run's own, which it takes when it does not get on, all."""
+    own = view.status.survey if view.status is not None else None
+    survey = view.survey or own
+    if survey is None:
+        return []
+    waiting = [item for item in survey.waiting if item.stuck or own is not None]
+    shown = waiting[:_MAX_WAITING_SHOWN]
+    lines = [f"waits for {item.subject} since {format_time(item.since)}: {_describe_waiting(item)}" for item in shown]
+    num_more = survey.num_waiting - len(shown) if own is not None else len(waiting) - len(shown)
+    return [*lines, f"and {num_more} more"] if shown and num_more > 0 else lines
+
+
+def _describe_waiting(item: Waiting) -> str:
+    text = item.stage if item.attempt <= 1 else f"{item.stage}, attempt {item.attempt}"
+    return f"{text}; last failure: {item.last_failure}" if item.last_failure else text
 
 
 def format_time(unix_seconds: float) -> str:

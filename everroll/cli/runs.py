@@ -84,7 +84,7 @@ def status(
     target = find_target(directory, address, namespace)
 
     async def show(client: EverrollClient) -> int:
-        view = await client.status(run)
+        view = await client.status(run, survey=True)
         print_status(view, target.ui_url, as_json=json)
         return exit_code_of(view)
 
@@ -131,7 +131,8 @@ def spec(
 
     The output is what this takes:
 
-    temporal workflow start --type TrainingRun --task-queue everroll --workflow-id everroll/NAME --input-file run.json
+    temporal workflow start --type TrainingRun --task-queue everroll --workflow-id everroll/NAME --input-file run.json \
+        --id-reuse-policy RejectDuplicate --id-conflict-policy Fail
     """
     from everroll.contracts.training import TrainingRunRequest
 

@@ -196,7 +196,7 @@ def test_progress_line() -> None:
     progress.add(0.0, make_view(steps=1))
     progress.add(10.0, make_view(steps=2))
     assert progress.describe() == (
-        "step 2/4  rollout  groups 1/3  reward 0.500  100 tokens/s  aborts 3 (timeout 1, transport 2)"
+        "step 2/4  rollout  groups 2 in flight, 1 of 3 ready, 6 trained  reward 0.500  100 tokens/s  aborts 3 (timeout 1, transport 2)"
     )
     assert [record.step for record in progress.ordered_steps] == [1, 2]
 
@@ -248,7 +248,7 @@ def test_live_panel_and_table_show_the_run() -> None:
     progress = Progress()
     progress.add(0.0, make_view())
     panel = render(render_progress(progress, "http://ui/run"))
-    for text in ("2/4", "1 of 3 done, 2 in flight", "3 (timeout 1, transport 2)", "http://ui/run", "0.500"):
+    for text in ("2/4", "2 in flight, 1 of 3 ready", "3 (timeout 1, transport 2)", "http://ui/run", "0.500"):
         assert text in panel
     table = render(render_steps(progress.ordered_steps))
     assert [line.split()[:2] for line in table.splitlines()[1:]] == [["1", "0.250"], ["2", "0.500"]]
@@ -267,7 +267,7 @@ def test_plain_display_prints_when_a_step_is_done_and_now_and_then() -> None:
 
 def test_status_as_json_holds_address_and_status() -> None:
     described = json.loads(json.dumps(describe_view(make_view(), "http://ui")))
-    assert described["url"] == "http://ui/namespaces/default/workflows/everroll%2Ffirst/r/history"
+    assert described["url"] == "http://ui/namespaces/default/workflows/everroll%2Ffirst"
     assert described["status"]["step"] == 2
 
 
