@@ -24,15 +24,21 @@ class PolicyLoss:
     loss: Tensor  # scalar, with gradient
     clipped_N: Tensor  # bool: the bound was active, so the token's own ratio had no say
     importance_N: Tensor  # float32, the truncated weights
+    reference_kl_N: Tensor | None = None  # float32, without gradient; None without a reference
 
 
 def compute_policy_loss(
-    train: TrainSection, batch: MicroBatch, logprobs_N: Tensor, old_logprobs_N: Tensor
+    train: TrainSection,
+    batch: MicroBatch,
+    logprobs_N: Tensor,
+    old_logprobs_N: Tensor,
+    reference_logprobs_N: Tensor | None = None,
 ) -> PolicyLoss:
     """The share of a micro-batch in the loss of its update.
 
     `old_logprobs_N` are the trainer's own from before the update, or the sampler's, as `train.old_logprobs` says; only
-    in the first case is there anything left for the importance weights to correct.
+    in the first case is there anything left for the importance weights to correct. `reference_logprobs_N` are wanted
+    if `train.kl_coef` is above 0; the divergence is not importance-weighted.
     """
     old_N = old_logprobs_N.detach()
     advantages_N = batch.advantages_N
@@ -43,22 +49,37 @@ def compute_policy_loss(
     if train.loss == "cispo":
         loss_N, clipped_N = compute_cispo(logprobs_N, ratio_N, advantages_N, train.clip_low, train.clip_high)
     else:
-        loss_N, clipped_N = compute_clipped(ratio_N, advantages_N, train.clip_low, train.clip_high)
+        loss_N, clipped_N = compute_clipped(ratio_N, advantages_N, train.clip_low, train.clip_high, train.dual_clip)
     importance_N = torch.ones_like(old_N)
     if train.old_logprobs == "trainer" and train.importance_cap > 0:
         importance_N = compute_importance_weights(old_N, batch.sampler_logprobs_N, train.importance_cap)
-    loss = (batch.token_weights_N * importance_N * loss_N).sum()
-    return PolicyLoss(loss, clipped_N, importance_N)
+    loss_N = importance_N * loss_N
+    kl_N = None
+    if reference_logprobs_N is not None:
+        kl_N = compute_reference_kl(logprobs_N, reference_logprobs_N)
+        loss_N = loss_N + train.kl_coef * kl_N
+    loss = (batch.token_weights_N * loss_N).sum()
+    return PolicyLoss(loss, clipped_N, importance_N, None if kl_N is None else kl_N.detach())
 
 
-def compute_clipped(ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float) -> tuple[Tensor, Tensor]:
-    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and where the bound was active.
+def compute_clipped(
+    ratio_N: Tensor, advantages_N: Tensor, clip_low: float, clip_high: float, dual_clip: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """-min(ratio A, clip(ratio, 1 - clip_low, 1 + clip_high) A), and where a bound was active.
 
-    Source: PPO (Schulman et al. 2017, arXiv:1707.06347), equation 7; separate bounds: DAPO (arXiv:2503.14476), eq. 10.
+    With a dual clip c > 0 and A < 0, the ratio is first bounded by c: a token that the policy has come to like much
+    better since it was sampled, and should not have, then has no gradient in place of an unbounded one.
+
+    Source: PPO (Schulman et al. 2017, arXiv:1707.06347), equation 7; separate bounds: DAPO (Yu et al. 2025,
+    arXiv:2503.14476), section 3.1; dual clip: Ye et al. 2020 (arXiv:1912.09729), "Dual-clip PPO".
     """
     surrogate_N = ratio_N * advantages_N
     bounded_N = ratio_N.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages_N
-    return -torch.minimum(surrogate_N, bounded_N), bounded_N.detach() < surrogate_N.detach()
+    loss_N, clipped_N = -torch.minimum(surrogate_N, bounded_N), bounded_N.detach() < surrogate_N.detach()
+    if dual_clip > 0:
+        beyond_N = (advantages_N < 0) & (ratio_N.detach() > dual_clip)
+        loss_N, clipped_N = torch.where(beyond_N, -dual_clip * advantages_N, loss_N), clipped_N | beyond_N
+    return loss_N, clipped_N
 
 
 def compute_cispo(
@@ -90,3 +111,13 @@ def compute_importance_weights(trainer_logprobs_N: Tensor, sampler_logprobs_N: T
     Ionides 2008, "Truncated Importance Sampling".
     """
     return torch.exp(trainer_logprobs_N.detach() - sampler_logprobs_N).clamp_max(cap)
+
+
+def compute_reference_kl(logprobs_N: Tensor, reference_logprobs_N: Tensor) -> Tensor:
+    """k3 = r - 1 - log r with r = p_reference / p, carrying gradient: never negative, 0 where the two agree.
+
+    Source: GRPO (Shao et al. 2024, arXiv:2402.03300), equation 4; the estimator: Schulman 2020, "Approximating KL
+    Divergence".
+    """
+    log_ratio_N = reference_logprobs_N.detach() - logprobs_N
+    return torch.expm1(log_ratio_N) - log_ratio_N

@@ -3,13 +3,17 @@
 An optimizer update is a weighted sum over sampled tokens, whose weights are fixed for the whole update before it is
 split. So every sampled token counts once, and its share does not depend on the split.
 
-Shape suffixes: B samples, T positions (the longest sample less its last token), N sampled tokens of the micro-batch.
+Two layouts: padded, one row per sample; or packed, all samples end to end in one row.
+
+Shape suffixes: B rows, T positions (a sample takes one less than it has tokens: its last one predicts nothing), S
+samples, N sampled tokens of the micro-batch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +23,7 @@ from everroll.contracts.spec import TrainSection
 from everroll.tokens.samples import Sample
 from trainer.advantages import compute_advantages
 from trainer.batch import TrainingGroup
+from trainer.packed_attention import Packing, build_packing
 
 PADDING_TOKEN_ID = 0
 
@@ -35,30 +40,32 @@ class Row:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """Right-padded inputs, and flat arrays over the sampled tokens in row-major order.
+    """Inputs of one pass, and flat arrays over the sampled tokens, sample by sample.
 
-    Attention is causal, so padding on the right needs no mask: no real token can see it, and nothing is read from it.
+    Padded: attention is causal, so padding on the right needs no mask: no real token can see it, and nothing is read
+    from it. Packed: `packing` tells the attention where samples begin.
     """
 
+    num_samples: int
     input_ids_BT: Tensor  # int64
     positions_N: Tensor  # int64, index into the flattened [B * T] of the position that predicts the token
     target_ids_N: Tensor  # int64
-    sample_N: Tensor  # int64, row of the token, 0 <= sample < B
+    sample_N: Tensor  # int64, sample of the token, 0 <= sample < S
     sampler_logprobs_N: Tensor  # float32
     temperatures_N: Tensor  # float32
     advantages_N: Tensor  # float32
     token_weights_N: Tensor  # float32
-
-    @property
-    def num_samples(self) -> int:
-        return int(self.input_ids_BT.shape[0])
+    packing: Packing | None = None  # None if padded
 
     @property
     def num_sampled_tokens(self) -> int:
         return int(self.target_ids_N.shape[0])
 
     def to(self, device: torch.device) -> MicroBatch:
-        return MicroBatch(**{name: tensor.to(device) for name, tensor in vars(self).items()})
+        moved: dict[str, Any] = {
+            name: value.to(device) for name, value in vars(self).items() if isinstance(value, Tensor | Packing)
+        }
+        return replace(self, **moved)
 
 
 def build_rows(groups: Sequence[TrainingGroup], train: TrainSection) -> list[Row]:
@@ -92,30 +99,37 @@ def compute_token_weights(train: TrainSection, counts: Sequence[int]) -> list[fl
     return [1.0 / (len(counts) * train.normalization_tokens)] * len(counts)
 
 
-def split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+def split_rows(rows: Sequence[Row], max_tokens: int, packed: bool = False) -> list[list[Row]]:
     """Group rows of similar length so that no part exceeds `max_tokens`, padding included.
 
     Longest first, so that memory peaks at once and not after minutes. A sample longer than the budget stands alone.
     """
     by_length = sorted(rows, key=lambda row: -row.sample.num_tokens)  # stable: equal lengths keep their order
     parts: list[list[Row]] = []
+    used = 0
     for row in by_length:
-        if parts and parts[-1][0].sample.num_tokens * (len(parts[-1]) + 1) <= max_tokens:
+        # In a padded part every row takes as much as the first, which is the longest.
+        cost = row.sample.num_tokens if packed or not parts else parts[-1][0].sample.num_tokens
+        if parts and used + cost <= max_tokens:
             parts[-1].append(row)
+            used += cost
         else:
             parts.append([row])
+            used = row.sample.num_tokens
     return parts
 
 
-def build_microbatch(rows: Sequence[Row]) -> MicroBatch:
-    """Pad and flatten."""
-    length = max(row.sample.num_tokens for row in rows) - 1
-    input_ids_BT = np.full((len(rows), length), PADDING_TOKEN_ID, dtype=np.int64)
+def build_microbatch(rows: Sequence[Row], packed: bool = False) -> MicroBatch:
+    """Lay samples out, padded or end to end, and flatten."""
+    lengths = [row.sample.num_tokens - 1 for row in rows]
+    padded_length = max(lengths)
+    starts = np.cumsum([0, *lengths[:-1]]) if packed else np.arange(len(rows)) * padded_length
+    input_ids = np.full(sum(lengths) if packed else len(rows) * padded_length, PADDING_TOKEN_ID, dtype=np.int64)
     positions, samples = [], []
-    for index, row in enumerate(rows):
-        input_ids_BT[index, : row.sample.num_tokens - 1] = row.sample.token_ids[:-1]
+    for index, (row, start, length) in enumerate(zip(rows, starts, lengths, strict=True)):
+        input_ids[start : start + length] = row.sample.token_ids[:-1]
         predicted = np.flatnonzero(row.sample.loss_mask)  # the first token is never sampled, so each is >= 1
-        positions.append(index * length + predicted - 1)
+        positions.append(start + predicted - 1)
         samples.append(np.full(predicted.size, index))
     sample_N = torch.from_numpy(np.concatenate(samples))
 
@@ -123,7 +137,8 @@ def build_microbatch(rows: Sequence[Row]) -> MicroBatch:
         return torch.tensor(values, dtype=torch.float32)[sample_N]
 
     return MicroBatch(
-        input_ids_BT=torch.from_numpy(input_ids_BT),
+        num_samples=len(rows),
+        input_ids_BT=torch.from_numpy(input_ids).reshape(1 if packed else len(rows), -1),
         positions_N=torch.from_numpy(np.concatenate(positions)),
         target_ids_N=torch.from_numpy(
             np.concatenate([row.sample.token_ids[row.sample.loss_mask] for row in rows]).astype(np.int64)
@@ -135,4 +150,5 @@ def build_microbatch(rows: Sequence[Row]) -> MicroBatch:
         temperatures_N=per_sample([row.sample.temperature for row in rows]),
         advantages_N=per_sample([row.advantage for row in rows]),
         token_weights_N=per_sample([row.token_weight for row in rows]),
+        packing=build_packing(lengths) if packed else None,
     )

@@ -14,7 +14,6 @@ from everroll.contracts.names import DEFAULT_TASK_QUEUE, RUN_NAME_PATTERN
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 PositiveInt = Annotated[int, Field(ge=1)]
-DataPaths = str | Annotated[list[str], Field(min_length=1)]
 EngineKind = Literal["auto", "sglang", "vllm"]
 """What an inference engine speaks; `auto` asks the server. The embedded engine speaks both."""
 DataPaths = str | Annotated[list[str], Field(min_length=1)]
@@ -37,7 +36,8 @@ class ModelSection(Spec):
     """[model]: the policy that is trained."""
 
     path: str
-    """Checkpoint directory in Hugging Face layout (config, safetensors, tokenizer)."""
+    """Checkpoint directory in Hugging Face layout (config, safetensors, tokenizer), or a `.gguf` file: that is unpacked
+    once, below `.everroll/gguf` in the working directory (needs the extra `gguf`)."""
     renderer: str = "auto"
     """Chat renderer of the `renderers` package, e.g. `qwen3`; `auto` asks the package to tell from the model's name."""
     chat_template: dict[str, bool | int | float | str] = Field(default_factory=dict)
@@ -45,6 +45,10 @@ class ModelSection(Spec):
     history: Literal["extend", "rerender"] = "extend"
     """`extend`: a turn keeps the recorded tokens of earlier turns, reasoning included; a chat template that cannot is
     refused. `rerender`: follow the template, and start a new branch where it rewrites earlier turns."""
+    history_match: Annotated[str, Field(pattern=r"^(strict|json|[A-Za-z_][\w.]*:[A-Za-z_][\w.]*)$")] = "json"
+    """When a message that an agent sends back is the recorded one. `json`: all equal, tool-call arguments as JSON
+    values. `strict`: the arguments' text too. `module:function`: a function that the session server can import, from a
+    message to the part of it that counts (see docs/sessions.md)."""
 
 
 class DataSection(Spec):
@@ -154,6 +158,29 @@ class RolloutSection(Spec):
     """A rollout worker that is silent for so long is taken for dead, and its episodes go on elsewhere."""
 
 
+class LoraSpec(Spec):
+    """[train.lora]: low-rank adapters in place of all weights (needs the extra `lora`). Fixed for the whole run."""
+
+    rank: Annotated[int, Field(ge=0, le=4096)] = 0
+    """Rank of the adapters; 0 trains all weights."""
+    alpha: Annotated[float, Field(gt=0)] = 32.0
+    """An adapter's update is scaled by alpha / rank."""
+    target_modules: Annotated[list[str], Field(min_length=1)] = Field(default_factory=lambda: ["all-linear"])
+    """Ends of the names of the modules that get adapters, e.g. `q_proj`; `all-linear` is every linear layer but the
+    output layer."""
+
+
+class MetricsSpec(Spec):
+    """[train.metrics]: where each step's numbers go besides `metrics.jsonl`. A sink that fails never fails a step."""
+
+    tensorboard: bool = False
+    """Event files in `<run_dir>/tensorboard` (needs the extra `tensorboard`)."""
+    wandb_project: str | None = None
+    """Project of Weights & Biases (needs the package `wandb`; its own environment variables hold key and mode)."""
+    trackio_project: str | None = None
+    """Project of Trackio (needs the package `trackio`)."""
+
+
 class TrainSection(Spec):
     """[train]: policy optimisation."""
 
@@ -182,6 +209,14 @@ class TrainSection(Spec):
     """Lower bound of the probability ratio is 1 - clip_low."""
     clip_high: Annotated[float, Field(ge=0)] = 0.2
     """Upper bound of the probability ratio is 1 + clip_high."""
+    dual_clip: Annotated[float, Field(ge=0, le=1000)] = 0.0
+    """With a negative advantage, bound the ratio by this from above too; above 1 + clip_high, e.g. 3. 0 for no such
+    bound. Not for `cispo`, which bounds it anyway."""
+    kl_coef: Annotated[float, Field(ge=0)] = 0.0
+    """Weight of the divergence from the reference model, added to each token's loss; 0 loads no reference."""
+    kl_reference: str | None = None
+    """Checkpoint directory of the reference model; without it, the model that the run started from. With LoRA it must
+    not be set: the reference is the model without its adapters."""
     old_logprobs: Literal["trainer", "sampler"] = "trainer"
     """Denominator of the probability ratio: `trainer`, the trainer's own log-probabilities before the batch's first
     update (the ratio of an on-policy update is then exactly 1), or `sampler`, those that the engine recorded."""
@@ -201,16 +236,49 @@ class TrainSection(Spec):
     change the gradient. By default 2,048 on a CPU (caches are small) and 16,384 on an accelerator."""
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more time."""
+    padding_free: Literal["auto", "on", "off"] = "auto"
+    """Lay the samples of a micro-batch end to end, each with an attention of its own, in place of padding them to the
+    longest. `auto` does where the model is found to allow it; `on` refuses a model that does not."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Compute type; master weights are float32."""
+    publish_dtype: Literal["float32", "bfloat16", "model"] = "float32"
+    """Type of the weights that engines load; `model` is the type that the starting checkpoint's configuration names.
+    Checkpoints keep float32."""
+    lora: LoraSpec = Field(default_factory=LoraSpec)
+    metrics: MetricsSpec = Field(default_factory=MetricsSpec)
     device: str = "auto"
     """`auto`, `cpu`, `cuda`, `cuda:0`, ..."""
     checkpoint_every: PositiveInt = 1
     """Steps between checkpoints of the optimizer; weights are written at every step."""
     keep_checkpoints: Annotated[int, Field(ge=1)] = 3
-    """Checkpoints kept; older ones are removed."""
+    """Newest checkpoints kept; older ones are removed."""
+    keep_every: Annotated[int, Field(ge=0)] = 0
+    """Checkpoints of steps that are multiples of this stay for good; 0 keeps none of them."""
+    keep_weights: Annotated[int, Field(ge=2)] = 3
+    """Newest published weights kept: the current ones, those that an engine may still be loading, and some to spare."""
+    keep_samples: Literal["run", "replay"] = "run"
+    """Stored samples and requests of trained steps. `run`: all stay, so that `everroll audit` can check every step and
+    a run can be trained again from its batches. `replay`: those go that no kept checkpoint needs to be trained on."""
+    on_replay_difference: Literal["warn", "fail"] = "warn"
+    """When training a stored batch again after a lost trainer gives other weights than the first time, which on the
+    same CPU it never does: `warn` in log and metrics and go on, or `fail` the step."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """How several trainer processes share the work (docs/trainer-operations.md). `ddp`: each holds the whole model and
+    computes a share of the samples. `fsdp`: each holds a part of every parameter. One process needs neither."""
     step_timeout_seconds: Seconds = 3600.0
     """Deadline of one training step."""
+
+    @model_validator(mode="after")
+    def _check_losses(self) -> TrainSection:
+        if 0 < self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip = {self.dual_clip:g} must be 0 or above 1 + clip_high = {1 + self.clip_high:g}"
+            )
+        if self.dual_clip > 0 and self.loss == "cispo":
+            raise ValueError('dual_clip does not go with loss = "cispo", whose ratio is bounded for every advantage')
+        if self.kl_reference is not None and self.lora.rank > 0:
+            raise ValueError("kl_reference does not go with lora.rank > 0: the reference is the model without adapters")
+        return self
 
 
 class ServicesSection(Spec):
@@ -226,6 +294,8 @@ class ServicesSection(Spec):
     """Base URL of the session server."""
     engine_urls: list[str] = Field(default_factory=lambda: ["http://127.0.0.1:8820"], min_length=1)
     """Base URLs of the engines that new weights are published to."""
+    engine_kind: EngineKind = "auto"
+    """What the engines are: `sglang`, `vllm`, or `auto` to ask each."""
     store_url: str = ".everroll/store"
     """Where sample blobs live: a directory."""
     publish_timeout_seconds: Seconds = 600.0
@@ -243,11 +313,6 @@ class RunSpec(Spec):
     services: ServicesSection = Field(default_factory=ServicesSection)
 
     @model_validator(mode="after")
-    publish_dtype: Literal["float32", "bfloat16", "model"] = "float32"
-    """Type of the weights that engines load; `model` is the type that the starting checkpoint's configuration names.
-    Checkpoints keep float32."""
-    lora: LoraSpec = Field(default_factory=LoraSpec)
-    metrics: MetricsSpec = Field(default_factory=MetricsSpec)
     def _check_minibatches(self) -> RunSpec:
         if self.rollout.groups_per_step % self.train.num_minibatches:
             raise ValueError(
@@ -255,5 +320,3 @@ class RunSpec(Spec):
                 f"rollout.groups_per_step = {self.rollout.groups_per_step}"
             )
         return self
-    engine_kind: EngineKind = "auto"
-    """What the engines are: `sglang`, `vllm`, or `auto` to ask each."""
