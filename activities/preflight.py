@@ -62,6 +62,11 @@ class Preflight:
             raise ConfigurationError(
                 f"its history policy is {info.get('history')}, the run's model.history is {spec.model.history}"
             )
+        if info.get("history_match") != spec.model.history_match:
+            raise ConfigurationError(
+                f"it matches histories by {info.get('history_match')}, the run's model.history_match is "
+                f"{spec.model.history_match}"
+            )
         expected = await asyncio.to_thread(_read_fingerprint, Path(spec.model.path))
         if expected is not None and info.get("tokenizer_fingerprint") != expected:
             raise ConfigurationError(

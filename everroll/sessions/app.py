@@ -4,8 +4,12 @@ POST   /sessions                              admin    create or open again
 GET    /sessions/{id}                         admin    records, for people
 DELETE /sessions/{id}                         admin    release
 POST   /sessions/{id}/samples                 admin    assembled samples, one safetensors body
-POST   /sessions/{id}/v1/chat/completions     session  one turn
+POST   /sessions/{id}/v1/chat/completions     session  one turn, in OpenAI's chat form
+POST   /sessions/{id}/v1/responses            session  one turn, in OpenAI's responses form
+POST   /sessions/{id}/v1/messages             session  one turn, in Anthropic's form
+POST   /sessions/{id}/v1/messages/count_tokens  session  tokens of a prompt; nothing is sampled
 GET    /sessions/{id}/v1/models               session
+GET    /sessions/{id}/v1/models/{model}       session
 GET    /info                                  admin    what this server serves
 GET    /engines                               admin    the engines: health, weight version, last error
 GET    /health                                -
@@ -14,37 +18,40 @@ GET    /health                                -
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
-from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from everroll.contracts.base import Spec
 from everroll.contracts.names import ENGINE_TROUBLE_HEADER
 from everroll.contracts.spec import SamplingSpec
-from everroll.sessions.core import SessionCore
+from everroll.sessions.core import SessionCore, TurnAnswer
 from everroll.sessions.errors import (
     BadRequestError,
     BodyTooLargeError,
+    JournalError,
     SessionError,
     SlowBodyError,
     UnauthorizedError,
     UnexpectedError,
+    UnknownModelError,
 )
 from everroll.sessions.keys import derive_session_key, is_key, read_attempt
-from everroll.sessions.wires.openai_chat import (
-    build_chat_answer,
-    build_chat_stream,
-    build_models,
-    parse_chat_request,
-)
+from everroll.sessions.wires.anthropic_messages import MessagesWire
+from everroll.sessions.wires.base import Call, Json, Wire, build_openai_error
+from everroll.sessions.wires.models import build_model, build_models
+from everroll.sessions.wires.openai_chat import ChatWire
+from everroll.sessions.wires.openai_responses import ResponsesWire
 from everroll.tokens.assembly import NothingToTrain
 
 SAMPLES_MEDIA_TYPE = "application/vnd.safetensors"
@@ -52,6 +59,10 @@ SAMPLES_MEDIA_TYPE = "application/vnd.safetensors"
 _log = logging.getLogger(__name__)
 _S = TypeVar("_S", bound=Spec)
 _Handler = Callable[[Request], Awaitable[Response]]
+_BuildError = Callable[[SessionError], Json]
+_STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+_RETRYABLE = {408, 421, 502, 503}
+"""Statuses of failures that heal; stock clients would retry all above 408 but for the header that says so."""
 
 
 class CreateBody(Spec):
@@ -83,6 +94,9 @@ class SessionApp:
     describe_engines: Callable[[], list[dict[str, Any]]]
     max_body_bytes: int
     body_timeout_seconds: float
+    stream_keepalive_seconds: float
+    calls: set[asyncio.Task[TurnAnswer]] = field(default_factory=set)
+    """Calls whose stream began before their turn was recorded; they go on when the client hangs up."""
 
     async def create(self, request: Request) -> Response:
         self._admit_admin(request)
@@ -94,18 +108,58 @@ class SessionApp:
         api_key = derive_session_key(self.admin_key, session_id, session.record.attempt)
         return _json({"session_id": session_id, "api_key": api_key, "num_turns": len(session.turns)})
 
-    async def chat(self, request: Request) -> Response:
+    async def answer(self, wire: Wire, request: Request) -> Response:
+        """One turn over one wire."""
         session_id, attempt = self._admit_session(request)
-        chat, stream, include_usage = parse_chat_request(await self._read_object(request))
-        answer = await self.core.turn(session_id, chat, attempt)
-        if stream:
-            body = build_chat_stream(answer, self.model, include_usage)
-            return Response(body, media_type="text/event-stream", headers={"cache-control": "no-cache"})
-        return _json(build_chat_answer(answer, self.model))
+        body = await self._read_object(request)
+        call = await wire.read(body, functools.partial(self.core.recall, session_id))
+        turn = self.core.turn(session_id, call.request, attempt)
+        if call.stream:
+            return await self._stream(wire, call, turn)
+        return _json(call.build_answer(await turn, self.model))
+
+    async def _stream(self, wire: Wire, call: Call, turn: Awaitable[TurnAnswer]) -> Response:
+        """Nothing of a turn is sent before it is recorded; while it takes long, only signs of life are."""
+        task = asyncio.ensure_future(turn)
+        done, _ = await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
+        if done:
+            body = call.build_stream(task.result(), self.model)
+            return Response(body, media_type="text/event-stream", headers=_STREAM_HEADERS)
+        self.calls.add(task)
+        task.add_done_callback(self._forget)
+        body_parts = self._keep_alive(wire, call, task)
+        return StreamingResponse(body_parts, media_type="text/event-stream", headers=_STREAM_HEADERS)
+
+    async def _keep_alive(self, wire: Wire, call: Call, task: asyncio.Task[TurnAnswer]) -> AsyncIterator[bytes]:
+        while not task.done():
+            yield wire.keep_alive
+            await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
+        try:
+            yield call.build_stream(task.result(), self.model)
+        except Exception as error:
+            yield wire.build_stream_error(_as_session_error(error))
+
+    def _forget(self, task: asyncio.Task[TurnAnswer]) -> None:
+        self.calls.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _log_error("a stream that had begun", _as_session_error(error))
+
+    async def count_tokens(self, request: Request) -> Response:
+        session_id, _ = self._admit_session(request)
+        body = await self._read_object(request)
+        call = await MessagesWire().read(body, functools.partial(self.core.recall, session_id))
+        return _json({"input_tokens": await self.core.count_prompt_tokens(session_id, call.request)})
 
     async def models(self, request: Request) -> Response:
         self._admit_session(request)
         return _json(build_models(self.model))
+
+    async def show_model(self, request: Request) -> Response:
+        self._admit_session(request)
+        name = request.path_params["model"]
+        if name != self.model:
+            raise UnknownModelError(f"no model {name!r:.250}; this session serves {self.model!r}")
+        return _json(build_model(self.model))
 
     async def samples(self, request: Request) -> Response:
         self._admit_admin(request)
@@ -148,12 +202,12 @@ class SessionApp:
     def _admit_session(self, request: Request) -> tuple[str, int | None]:
         """The session, and the attempt that the key belongs to (None for the admin key)."""
         session_id: str = request.path_params["session_id"]
-        key = _bearer(request)
-        attempt = read_attempt(key)
-        if attempt is not None and is_key(key, derive_session_key(self.admin_key, session_id, attempt)):
-            return session_id, attempt
-        if is_key(key, self.admin_key):
-            return session_id, None
+        for key in (_bearer(request), request.headers.get("x-api-key", "")):
+            attempt = read_attempt(key)
+            if attempt is not None and is_key(key, derive_session_key(self.admin_key, session_id, attempt)):
+                return session_id, attempt
+            if is_key(key, self.admin_key):
+                return session_id, None
         raise UnauthorizedError("this needs the session's own API key")
 
     async def _read_object(self, request: Request, empty_is_object: bool = False) -> dict[str, Any]:
@@ -195,41 +249,70 @@ class SessionApp:
 def build_app(handlers: SessionApp) -> Starlette:
     """The ASGI application."""
     session = "/sessions/{session_id}"
+    wires: dict[str, Wire] = {
+        "chat/completions": ChatWire(),
+        "responses": ResponsesWire(),
+        "messages": MessagesWire(),
+    }
     routes = [
-        _route(f"{session}/v1/chat/completions", handlers.chat, "POST"),
+        *(
+            _route(f"{session}/v1/{path}", functools.partial(handlers.answer, wire), "POST", wire.build_error)
+            for path, wire in wires.items()
+        ),
+        _route(f"{session}/v1/messages/count_tokens", handlers.count_tokens, "POST", MessagesWire().build_error),
         _route("/sessions", handlers.create, "POST"),
         _route(f"{session}/samples", handlers.samples, "POST"),
         _route(session, handlers.describe, "GET"),
         _route(session, handlers.release, "DELETE"),
         _route(f"{session}/v1/models", handlers.models, "GET"),
+        _route(f"{session}/v1/models/{{model:path}}", handlers.show_model, "GET"),
         _route("/info", handlers.show_info, "GET"),
         _route("/engines", handlers.show_engines, "GET"),
         _route("/health", handlers.health, "GET"),
     ]
-    return Starlette(routes=routes)
+    return Starlette(routes=routes, exception_handlers={HTTPException: _answer_unrouted})
 
 
-def _route(path: str, handler: _Handler, method: str) -> Route:
+def _route(path: str, handler: _Handler, method: str, build_error: _BuildError = build_openai_error) -> Route:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
-        except SessionError as error:
-            return _answer_error(request, error)
-        except Exception as error:  # a bug: loud in the log, and its text in the caller's failure
-            _log.exception("%s %s: unexpected error", request.method, request.url.path)
-            return _answer_error(request, UnexpectedError(f"{type(error).__name__}: {error}"))
+        except Exception as error:
+            return _answer_error(request, _as_session_error(error), build_error)
 
     return Route(path, guarded, methods=[method])
 
 
-def _answer_error(request: Request, error: SessionError) -> Response:
-    """The one place where an error becomes an answer, in OpenAI's form."""
+def _as_session_error(error: BaseException) -> SessionError:
+    """Any other exception is a bug: loud in the log, and its text in the caller's failure."""
+    if isinstance(error, SessionError):
+        return error
+    _log.error("unexpected error", exc_info=error)
+    return UnexpectedError(f"{type(error).__name__}: {error}")
+
+
+def _answer_error(request: Request, error: SessionError, build_error: _BuildError) -> Response:
+    """The one place where an error becomes an answer, in the form of the wire that was spoken."""
+    _log_error(f"{request.method} {request.url.path}", error)
+    response = _json(build_error(error), error.status)
+    if error.status not in _RETRYABLE and not isinstance(error, JournalError):
+        response.headers["x-should-retry"] = "false"
+    return response
+
+
+def _log_error(what: str, error: SessionError) -> None:
     level = logging.ERROR if error.status == 500 else logging.WARNING
-    _log.log(level, "%s %s: %d %s", request.method, request.url.path, error.status, error)
-    body = {"error": {"message": str(error), "type": error.kind, "code": error.kind, "param": None}}
-    return _json(body, error.status)
+    _log.log(level, "%s: %d %s", what, error.status, error)
+
+
+async def _answer_unrouted(request: Request, error: Exception) -> Response:
+    """404 and 405 in words: an agent may have asked for a call that is not offered."""
+    assert isinstance(error, HTTPException)
+    text = f"{request.method} {request.url.path}: {error.detail}; see docs/sessions.md for what is served"
+    body = {"error": {"message": text, "type": "not_found", "code": "not_found", "param": None}}
+    return _json(body, error.status_code)
 
 
 def _bearer(request: Request) -> str:

@@ -1,21 +1,106 @@
 """Which recorded turn a request continues: keys over messages.
 
 A key is a hash chain over tools and messages, so that equal conversations have equal keys and a prefix's key is found
-on the way. Equal means: role, content, names and ids equal, tool-call arguments equal as JSON. Reasoning is not part
-of it, because many clients do not send it back. Messages are in the normal form that the wires produce.
+on the way. What makes two messages equal is the run's choice (`model.history_match`): a function from a message to the
+part of it that counts. Reasoning is not part of the built-in ones, because many clients do not send it back; where a
+client does, it has to be the recorded one. Messages are in the normal form that the wires produce.
 """
 
 from __future__ import annotations
 
+import copy
 import hashlib
+import importlib
 import json
+import os
+import sys
+from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import to_json
 
+from everroll.failures import ConfigurationError
+from everroll.sessions.errors import UnexpectedError
 from everroll.tokens.renderer import Message, Tool
 
 REASONING = "reasoning_content"
+
+Canonicalize = Callable[[Message], Any]
+"""From a message to the JSON value that stands for it: messages with equal values are taken for the same."""
+
+_EXACT_INTEGERS = 2**53
+_PROBE_MESSAGES: list[Message] = [
+    {"role": "system", "content": "a"},
+    {"role": "user", "content": ""},
+    {
+        "role": "assistant",
+        "content": "b",
+        "reasoning_content": "c",
+        "tool_calls": [{"id": "call_0", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}],
+    },
+    {"role": "tool", "tool_call_id": "call_0", "content": "d"},
+]
+
+
+def load_history_match(name: str) -> Canonicalize:
+    """The function that `model.history_match` names: `strict`, `json`, or a user's `module:function`.
+
+    Raises:
+        ConfigurationError: it cannot be imported, is not callable, or does not answer JSON for usual messages.
+    """
+    if name == "strict":
+        return canonicalize_strictly
+    if name == "json":
+        return canonicalize
+    function = _import_function(name)
+    match = _guard(function, name)
+    try:
+        for message in _PROBE_MESSAGES:
+            if match(message) != match(message):
+                raise ConfigurationError(f"model.history_match: {name} answers differently for the same message")
+    except UnexpectedError as error:
+        raise ConfigurationError(f"model.history_match: {error}") from error
+    return match
+
+
+def _import_function(path: str) -> Callable[[Message], Any]:
+    module_name, _, name = path.partition(":")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())  # a console script leaves the current directory out
+    try:
+        target: Any = importlib.import_module(module_name)
+        for part in name.split("."):
+            target = getattr(target, part)
+    except Exception as error:  # the module is the user's: whatever its import raises belongs into the message
+        raise ConfigurationError(
+            f"model.history_match: {path!r} cannot be imported by the session server: {error!r}. Is its package "
+            "installed there, or in the directory that the server was started from?"
+        ) from error
+    if not callable(target):
+        raise ConfigurationError(f"model.history_match: {path!r} is not callable")
+    return target  # type: ignore[no-any-return]
+
+
+def _guard(function: Callable[[Message], Any], name: str) -> Canonicalize:
+    """The user's function on a copy of the message, its answer as JSON text with sorted keys."""
+
+    def match(message: Message) -> str:
+        try:
+            return json.dumps(function(copy.deepcopy(message)), sort_keys=True)
+        except Exception as error:
+            raise UnexpectedError(f"{name} failed on a message of role {message['role']}: {error!r}") from error
+
+    return match
+
+
+def canonicalize(message: Message) -> list[Any]:
+    """Role, content, names and ids as they are; tool-call arguments as the JSON value they stand for."""
+    return _build_canonical(message, _canonical_arguments)
+
+
+def canonicalize_strictly(message: Message) -> list[Any]:
+    """Role, content, names, ids and the text of tool-call arguments."""
+    return _build_canonical(message, lambda arguments: ("text", arguments))
 
 
 def compute_tools_key(tools: list[Tool] | None) -> bytes:
@@ -23,16 +108,16 @@ def compute_tools_key(tools: list[Tool] | None) -> bytes:
     return _hash(b"", json.dumps(tools, sort_keys=True).encode()) if tools else _hash(b"", b"[]")
 
 
-def chain_key(key: bytes, message: Message) -> bytes:
+def chain_key(key: bytes, message: Message, match: Canonicalize = canonicalize) -> bytes:
     """Key of a conversation after one more message."""
-    return _hash(key, to_json(_canonical(message)))
+    return _hash(key, to_json(match(message)))
 
 
-def chain_keys(key: bytes, messages: list[Message]) -> list[bytes]:
+def chain_keys(key: bytes, messages: list[Message], match: Canonicalize = canonicalize) -> list[bytes]:
     """Keys after each message in turn; the last one stands for the whole conversation."""
     keys = []
     for message in messages:
-        key = chain_key(key, message)
+        key = chain_key(key, message, match)
         keys.append(key)
     return keys
 
@@ -65,10 +150,10 @@ def name_tool_results(messages: list[Message], previous: list[Message]) -> list[
     ]
 
 
-def _canonical(message: Message) -> list[Any]:
+def _build_canonical(message: Message, read_arguments: Callable[[str], tuple[str, str]]) -> list[Any]:
     """The parts of a message that count, in a fixed order."""
     calls = [
-        [call.get("id"), call["function"]["name"], *_canonical_arguments(call["function"]["arguments"])]
+        [call.get("id"), call["function"]["name"], *read_arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
     ]
     return [message["role"], message["content"], message.get("name"), message.get("tool_call_id"), calls]
@@ -77,9 +162,15 @@ def _canonical(message: Message) -> list[Any]:
 def _canonical_arguments(arguments: str) -> tuple[str, str]:
     """Arguments as JSON with sorted keys, or as the text they are where the model wrote no JSON."""
     try:
-        return "json", json.dumps(json.loads(arguments), sort_keys=True)
+        return "json", json.dumps(json.loads(arguments, parse_float=_parse_number), sort_keys=True)
     except ValueError:
         return "text", arguments
+
+
+def _parse_number(text: str) -> float | int:
+    """1.0 as 1: clients in languages with one kind of number send it back so."""
+    value = float(text)
+    return int(value) if value.is_integer() and abs(value) < _EXACT_INTEGERS else value
 
 
 def _hash(key: bytes, text: bytes) -> bytes:

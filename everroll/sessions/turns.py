@@ -12,6 +12,8 @@ from everroll.engines.base import Completion, GenerateRequest
 from everroll.sessions.errors import BadRequestError, ConflictError, TokenInvariantError
 from everroll.sessions.history import (
     REASONING,
+    Canonicalize,
+    canonicalize,
     chain_key,
     chain_keys,
     compute_request_key,
@@ -49,8 +51,8 @@ class RequestKeys:
         return self.prefix_keys[-1]
 
 
-def compute_keys(request: ChatRequest) -> RequestKeys:
-    prefix_keys = chain_keys(compute_tools_key(request.tools), request.messages)
+def compute_keys(request: ChatRequest, match: Canonicalize = canonicalize) -> RequestKeys:
+    prefix_keys = chain_keys(compute_tools_key(request.tools), request.messages, match)
     return RequestKeys(prefix_keys, compute_request_key(prefix_keys[-1], request.messages, request.label))
 
 
@@ -71,10 +73,22 @@ class Prompt:
 class TurnMaker:
     """Makes turns over one renderer and the engines; `match` says which messages are the same."""
 
-    def __init__(self, renderer: ChatRenderer, upstream: Upstream) -> None:
+    def __init__(self, renderer: ChatRenderer, upstream: Upstream, match: Canonicalize = canonicalize) -> None:
         self._renderer = renderer
         self._upstream = upstream
+        self._match = match
         self.engine_url = upstream.engine_url
+
+    def compute_keys(self, request: ChatRequest) -> RequestKeys:
+        return compute_keys(request, self._match)
+
+    def count_prompt_tokens(self, session: Session, request: ChatRequest) -> int:
+        """How many tokens a request's prompt has; nothing is sampled.
+
+        Raises:
+            BadRequestError, ConflictError, TokenInvariantError: as `make` does.
+        """
+        return len(self._build_prompt(session, request, self.compute_keys(request)).token_ids)
 
     async def make(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
         """Sample the answer to a request that has no recorded one.
@@ -98,7 +112,7 @@ class TurnMaker:
             tokens=_build_tokens(session.take_index(), prompt, completion, keys.prompt_key),
             depth=depth,
             request_key=keys.request_key,
-            history_key=chain_key(keys.prompt_key, message),
+            history_key=chain_key(keys.prompt_key, message, self._match),
             messages=prompt.messages,
             tools=request.tools,
             reply=message,

@@ -15,7 +15,7 @@ USER = {"role": "user", "content": "hi"}
 
 
 def parse(*messages: dict[str, Any], **fields: Any) -> Any:
-    return parse_chat_request({"messages": list(messages), **fields})[0]
+    return parse_chat_request({"messages": list(messages), **fields}).request
 
 
 def key(*messages: dict[str, Any], **fields: Any) -> bytes:
@@ -86,7 +86,6 @@ def test_sampling_wishes_are_accepted() -> None:
         {"stop": "x"},
         {"response_format": {"type": "json_object"}},
         {"tool_choice": "required"},
-        {"tool_choice": "none"},
         {"parallel_tool_calls": False},
         {"logit_bias": {"5": 1}},
         {"functions": [{"name": "f"}]},
@@ -94,6 +93,8 @@ def test_sampling_wishes_are_accepted() -> None:
         {"modalities": ["text", "audio"]},
         {"chat_template_kwargs": {"enable_thinking": True}},
         {"continue_final_message": True},
+        {"structured_outputs": {"json": {}}},
+        {"guided_choice": ["a"]},
         {"seed": "x"},
         {"tools": "x"},
         {"tools": [{"type": "function", "function": {}}]},
@@ -128,3 +129,10 @@ def test_what_cannot_be_honoured_is_refused_by_name(fields: dict[str, Any]) -> N
 def test_malformed_messages_are_refused(messages: Any) -> None:
     with pytest.raises(BadRequestError, match="message"):
         parse_chat_request({"messages": messages})
+
+
+def test_tools_have_one_form_and_are_left_out_when_the_agent_wants_none() -> None:
+    function = {"strict": True, "parameters": {"type": "object"}, "description": "d", "name": "f"}
+    request = parse(USER, tools=[{"function": function, "type": "function"}])
+    assert list(request.tools[0]["function"]) == ["name", "description", "parameters"]
+    assert parse(USER, tools=TOOLS, tool_choice="none").tools is None

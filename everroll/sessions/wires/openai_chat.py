@@ -2,34 +2,52 @@
 
 Values that steer sampling (temperature, top_p, max_tokens, ...) are accepted and have no effect: the run's pinned ones
 win, and the answer's `everroll` object shows them. What cannot be honoured and would change the answer's shape or
-meaning is refused.
+meaning is refused (`everroll.sessions.wires.base` has the whole policy).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from pydantic_core import to_json
 
 from everroll.sessions.core import TurnAnswer
-from everroll.sessions.errors import BadRequestError
+from everroll.sessions.errors import BadRequestError, SessionError
 from everroll.sessions.history import REASONING
 from everroll.sessions.turns import ChatRequest
+from everroll.sessions.wires.base import (
+    Json,
+    Recall,
+    Refusals,
+    as_list,
+    build_extra,
+    build_openai_error,
+    build_request,
+    build_tool,
+    encode_event,
+    parse_text_parts,
+    refuse_unsupported,
+)
 from everroll.tokens.renderer import Message, Tool
 
-Json = dict[str, Any]
-
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
+_TEXT_PARTS = {"text": "text", "refusal": "refusal"}
 
-_NOT_SUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
+_CONSTRAINTS = (
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "structured_outputs"),
+    *("json_schema", "regex", "ebnf", "min_tokens", "ignore_eos"),
+)
+"""Engines' own names for constrained sampling."""
+
+_NOT_SUPPORTED: Refusals = {
     "n": (lambda value: value == 1, "only one choice is sampled per request"),
     "logprobs": (lambda value: value is False, "log-probabilities are recorded, not sent to agents"),
     "top_logprobs": (lambda value: value == 0, "log-probabilities are recorded, not sent to agents"),
     "stop": (lambda value: value == [], "turns end at the chat format's stop tokens"),
     "logit_bias": (lambda value: value == {}, "it would change the sampled distribution"),
     "response_format": (lambda value: value == {"type": "text"}, "sampling is not constrained"),
-    "tool_choice": (lambda value: value == "auto", "sampling is not constrained"),
+    "tool_choice": (lambda value: value in ("auto", "none"), "sampling is not constrained"),
     "parallel_tool_calls": (lambda value: value is True, "sampling is not constrained"),
     "functions": (lambda value: value == [], "use tools"),
     "function_call": (lambda value: value in ("auto", "none"), "use tools"),
@@ -39,30 +57,61 @@ _NOT_SUPPORTED: dict[str, tuple[Callable[[Any], bool], str]] = {
     "chat_template_kwargs": (lambda value: value == {}, "the chat template is pinned by the run"),
     "add_generation_prompt": (lambda value: value is True, "the assistant's turn is always opened"),
     "continue_final_message": (lambda value: value is False, "an assistant's message cannot be continued"),
+    "echo": (lambda value: value is False, "prompts are not sent back"),
+    "prompt_logprobs": (lambda _: False, "log-probabilities are recorded, not sent to agents"),
+    **{name: (lambda _: False, "sampling is not constrained") for name in _CONSTRAINTS},
 }
 """Fields that are refused unless null or harmless, and why."""
 
 
-def parse_chat_request(body: Json) -> tuple[ChatRequest, bool, bool]:
-    """The request in normal form, whether to stream, and whether the stream shall report usage.
+@dataclass(frozen=True)
+class ChatCall:
+    """A chat completion as it was asked for."""
+
+    request: ChatRequest
+    stream: bool
+    include_usage: bool
+    """Whether a stream ends with a chunk that holds the usage."""
+
+    def build_answer(self, answer: TurnAnswer, model: str) -> Json:
+        return build_chat_answer(answer, model)
+
+    def build_stream(self, answer: TurnAnswer, model: str) -> bytes:
+        return build_chat_stream(answer, model, self.include_usage)
+
+
+class ChatWire:
+    """`POST /v1/chat/completions`."""
+
+    keep_alive = b": still sampling\n\n"
+
+    async def read(self, body: Json, recall: Recall) -> ChatCall:
+        return parse_chat_request(body)
+
+    def build_error(self, error: SessionError) -> Json:
+        return build_openai_error(error)
+
+    def build_stream_error(self, error: SessionError) -> bytes:
+        return encode_event(build_openai_error(error)) + b"data: [DONE]\n\n"
+
+
+def parse_chat_request(body: Json) -> ChatCall:
+    """The request in normal form, and how it is to be answered.
 
     Raises:
         BadRequestError: malformed, or asks for what is not supported; names the field.
     """
-    for name, (is_harmless, reason) in _NOT_SUPPORTED.items():
-        value = body.get(name)
-        if value is not None and not is_harmless(value):
-            raise BadRequestError(f"{name} = {value!r:.200} is not supported: {reason}")
+    refuse_unsupported(body, _NOT_SUPPORTED)
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadRequestError("messages must be a list of at least one message")
     parsed = [_parse_message(message, f"messages[{index}]") for index, message in enumerate(messages)]
-    if parsed[-1]["role"] == "assistant":
-        raise BadRequestError("the last message is the assistant's; there is nothing to answer")
-    request = ChatRequest(messages=parsed, tools=_parse_tools(body.get("tools")), label=_parse_seed(body.get("seed")))
+    tools = _parse_tools(body.get("tools"))
+    without_tools = body.get("tool_choice") == "none"
+    request = build_request(parsed, None if without_tools else tools, body.get("seed"))
     options = body.get("stream_options")
     include_usage = isinstance(options, dict) and options.get("include_usage") is True
-    return request, body.get("stream") is True, include_usage
+    return ChatCall(request, body.get("stream") is True, include_usage)
 
 
 def _parse_message(value: Any, where: str) -> Message:
@@ -71,7 +120,10 @@ def _parse_message(value: Any, where: str) -> Message:
     role = _ROLES.get(value["role"]) if isinstance(value.get("role"), str) else None
     if role is None:
         raise BadRequestError(f"{where}.role = {value.get('role')!r:.100} is none of {', '.join(_ROLES)}")
-    message: Message = {"role": role, "content": _parse_content(value.get("content"), f"{where}.content")}
+    message: Message = {
+        "role": role,
+        "content": parse_text_parts(value.get("content"), f"{where}.content", _TEXT_PARTS),
+    }
     if isinstance(name := value.get("name"), str):
         message["name"] = name
     if role == "tool":
@@ -87,23 +139,6 @@ def _parse_message(value: Any, where: str) -> Message:
         if value.get("function_call") is not None:
             raise BadRequestError(f"{where}.function_call is not supported: use tool_calls")
     return message
-
-
-def _parse_content(value: Any, where: str) -> str:
-    """Content as one string: null is empty, text parts are joined."""
-    if value is None:
-        return ""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list):
-        raise BadRequestError(f"{where} must be a string or a list of text parts")
-    texts = []
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in ("text", "refusal") or not isinstance(text := part.get(kind), str):
-            raise BadRequestError(f"{where}[{index}] is of type {kind!r}; only text is supported")
-        texts.append(text)
-    return "".join(texts)
 
 
 def _parse_tool_calls(value: Any, where: str) -> list[Json]:
@@ -124,21 +159,18 @@ def _parse_tool_calls(value: Any, where: str) -> list[Json]:
 
 
 def _parse_tools(value: Any) -> list[Tool] | None:
-    if value is None or value == []:
+    if not value and not isinstance(value, str):
         return None
-    if not isinstance(value, list):
-        raise BadRequestError("tools must be a list")
-    for index, tool in enumerate(value):
-        function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise BadRequestError(f"tools[{index}] is no function tool with a name")
-    return value
-
-
-def _parse_seed(value: Any) -> int | None:
-    if value is None or (isinstance(value, int) and not isinstance(value, bool)):
-        return value
-    raise BadRequestError(f"seed = {value!r:.100} is no integer")
+    tools = []
+    for index, tool in enumerate(as_list(value, "tools")):
+        function = tool.get("function") if tool.get("type") == "function" else None
+        if not isinstance(function, dict):
+            raise BadRequestError(f"tools[{index}] is no function tool; others are not supported")
+        known = ("name", "description", "parameters", "strict")  # strict asks for constrained sampling
+        more = {name: item for name, item in function.items() if name not in known}
+        name, description, parameters = (function.get(field) for field in known[:3])
+        tools.append(build_tool(f"tools[{index}].function", name, description, parameters, more))
+    return tools
 
 
 def build_chat_answer(answer: TurnAnswer, model: str) -> Json:
@@ -175,26 +207,7 @@ def build_chat_stream(answer: TurnAnswer, model: str, include_usage: bool) -> by
     if include_usage:
         chunks = [{**chunk, "usage": None} for chunk in chunks]
         chunks.append({**head, "choices": [], "usage": _build_usage(answer)})
-    events = [b"data: " + to_json(chunk) + b"\n\n" for chunk in chunks]
-    return b"".join([*events, b"data: [DONE]\n\n"])
-
-
-def build_extra(answer: TurnAnswer) -> Json:
-    """What Everroll adds to an answer: how it was sampled, and where it stands in the session."""
-    turn = answer.turn
-    return {
-        "turn": turn.index,
-        "follows": turn.tokens.follows,
-        "extends": turn.tokens.extends,
-        "replayed": answer.replayed,
-        "weight_version": turn.weight_version,
-        "seed": turn.seed,
-        "sampling": answer.sampling.model_dump(),
-    }
-
-
-def build_models(model: str) -> Json:
-    return {"object": "list", "data": [{"id": model, "object": "model", "created": 0, "owned_by": "everroll"}]}
+    return b"".join([*map(encode_event, chunks), b"data: [DONE]\n\n"])
 
 
 def _build_head(answer: TurnAnswer, model: str, kind: str) -> Json:
