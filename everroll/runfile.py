@@ -2,9 +2,9 @@
 
 All faults are reported at once, each with its dotted path and how to mend it.
 
-Relative paths: what a run reads (`data.path`, `model.path`) is found from the directory of the run file, so that a
-run file and its data move together; what it writes (`run.output_dir`, `services.store_url`) goes below the working
-directory. A path given by an override is relative to the working directory, as on any command line.
+Relative paths: what a run reads (`data.path`, `model.path`, `train.kl_reference`) is found from the directory of the run
+file, so that a run file and its data move together; what it writes (`run.output_dir`, `services.store_url`) goes below
+the working directory. A path given by an override is relative to the working directory, as on any command line.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from everroll import gguf
 from everroll.contracts.spec import RunSpec
 from everroll.data.locations import is_glob, is_url
 from everroll.runfile_fields import run_file_fields, run_file_sections
@@ -31,7 +32,7 @@ TomlTable = dict[str, Any]
 
 Location = tuple[int | str, ...]
 
-_INPUT_PATHS = (("data", "path"), ("model", "path"))
+_INPUT_PATHS = (("data", "path"), ("model", "path"), ("train", "kl_reference"))
 _HUB_NAME = re.compile(r"^[\w-]+/[\w.-]+$")
 
 
@@ -115,7 +116,19 @@ def _build_spec(
         faults += _file_faults(data, model_as_written)
     if spec is None or faults:
         raise RunFileError(source, faults)
-    return spec
+    return _unpack_model(spec, source) if check_files else spec
+
+
+def _unpack_model(spec: RunSpec, source: str) -> RunSpec:
+    """Put the directory that a GGUF file is unpacked to in its place; the first time takes a while."""
+    path = Path(spec.model.path)
+    if path.suffix != gguf.SUFFIX:
+        return spec
+    try:
+        directory = gguf.unpack_gguf(path, gguf.name_unpacked(path, Path.cwd() / gguf.UNPACKED_DIR))
+    except gguf.GgufError as error:
+        raise RunFileError(source, [Fault("model.path", f": {error}")]) from error
+    return spec.model_copy(update={"model": spec.model.model_copy(update={"path": str(directory)})})
 
 
 # Overrides
@@ -194,8 +207,12 @@ def _absolute(text: str, base_dir: Path) -> Path:
 def _file_faults(data: TomlTable, model_as_written: str) -> Iterator[Fault]:
     """Checks of what the run will read, made even when other faults exist."""
     yield from _data_faults(data)
+    yield from _reference_faults(data)
     text = _get_text(data, "model", "path")
-    if text and not Path(text).is_dir():
+    if text.endswith(gguf.SUFFIX):
+        if not Path(text).is_file():
+            yield Fault("model.path", f": no file {text}; correct the path")
+    elif text and not Path(text).is_dir():
         yield Fault("model.path", f": no directory {text}; {_mend_model(text, model_as_written)}")
     elif text and not Path(text, "config.json").is_file():
         yield Fault("model.path", f": {text} holds no config.json; name a checkpoint directory in Hugging Face layout")
@@ -211,6 +228,12 @@ def _data_faults(data: TomlTable) -> Iterator[Fault]:
             yield Fault("data.path", f": no file {text}; create it (JSONL, one prompt a line) or correct the path")
         elif not glob.glob(text, recursive=True):
             yield Fault("data.path", f": no file matches {text}; correct it")
+
+
+def _reference_faults(data: TomlTable) -> Iterator[Fault]:
+    text = _get_text(data, "train", "kl_reference")
+    if text and not Path(text, "config.json").is_file():
+        yield Fault("train.kl_reference", f": no checkpoint directory {text}; name one in Hugging Face layout")
 
 
 def _mend_model(path: str, as_written: str) -> str:
