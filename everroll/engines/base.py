@@ -39,8 +39,8 @@ class EngineError(RuntimeError):
 
 
 Trouble = Literal["unreachable", "timeout", "lost", "busy", "failed"]
-"""`unreachable`: no connection; `timeout`: no answer in time; `lost`: the connection broke under the call; `busy`: paused,
-updating or overloaded (503, 429, an aborted call), which passes; `failed`: any other 5xx."""
+"""`unreachable`: no connection; `timeout`: no answer in time; `lost`: the connection broke under the call; `busy`:
+paused, updating or overloaded (503, 429, an aborted call), which passes; `failed`: any other 5xx."""
 
 
 class EngineUnavailableError(EngineError):
@@ -130,6 +130,9 @@ class Engine(Protocol):
 
     async def weight_version(self) -> int:
         """The version now serving; 0 before any update."""
+
+    async def is_paused(self) -> bool | None:
+        """Whether sampling is paused; None where the engine does not tell."""
 
     async def pause(self, mode: PauseMode) -> None:
         """Stop sampling: abort calls in flight, send them back to the queue (retract), or freeze them (in_place)."""

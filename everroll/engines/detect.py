@@ -57,6 +57,9 @@ class DetectedEngine:
     async def weight_version(self) -> int:
         return await (await self.detect()).weight_version()
 
+    async def is_paused(self) -> bool | None:
+        return await (await self.detect()).is_paused()
+
     async def pause(self, mode: PauseMode) -> None:
         await (await self.detect()).pause(mode)
 

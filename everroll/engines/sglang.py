@@ -12,7 +12,6 @@ import aiohttp
 from everroll.engines.answers import AnswerReader, is_count
 from everroll.engines.base import (
     Completion,
-    EngineAnswerError,
     EngineRejectedError,
     EngineUnavailableError,
     FinishReason,
@@ -54,6 +53,11 @@ class SGLangEngine:
     async def weight_version(self) -> int:
         info = await self._model_info()
         return AnswerReader("GET", self._http.url(self._info_path), b"").read_version(info.get("weight_version"))
+
+    async def is_paused(self) -> bool | None:
+        """The embedded engine tells; SGLang does not."""
+        paused = (await self._model_info()).get("is_paused")
+        return paused if isinstance(paused, bool) else None
 
     async def pause(self, mode: PauseMode) -> None:
         await self._http.call("POST", "/pause_generation", {"mode": mode}, self._timeouts.control_seconds)

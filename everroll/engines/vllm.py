@@ -76,11 +76,13 @@ class VllmEngine:
         except EngineRejectedError as error:
             if error.status in _NO_SUCH_ROUTE:
                 problem = "this server does not tell its weight version: it needs VLLM_SERVER_DEV_MODE=1 and vLLM 0.28"
-                raise EngineRejectedError(
-                    "GET", error.url, problem, status=error.status, body=error.body
-                ) from error
+                raise EngineRejectedError("GET", error.url, problem, status=error.status, body=error.body) from error
             raise
         return AnswerReader("GET", self._http.url(_VERSION_PATH), b"").read_version(info.get("weight_version"))
+
+    async def is_paused(self) -> bool | None:
+        paused = (await self._get("/is_paused")).get("is_paused")
+        return paused if isinstance(paused, bool) else None
 
     async def pause(self, mode: PauseMode) -> None:
         """`in_place` is vLLM's `keep`; it has no way to send running calls back to the queue (`retract`)."""
@@ -169,7 +171,7 @@ def _build_sampling(request: GenerateRequest) -> JsonObject:
 
 
 def build_generate_body(request: GenerateRequest, model: str, salt: str) -> JsonObject:
-    """The body of `POST /inference/v1/generate`. The salt keeps keys of older weights out of the prefix cache's hits."""
+    """The body of `POST /inference/v1/generate`; the salt keeps keys of older weights out of prefix-cache hits."""
     return {
         "request_id": request.rid,
         "model": model,

@@ -6,7 +6,7 @@ import asyncio
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -48,7 +48,7 @@ class EngineApp:
         decoder: TextDecoder | None,
         max_unfinished: int,
     ) -> None:
-        self._core = core
+        self.core = core
         self._limits = limits
         self._decoder = decoder
         self._max_unfinished = max_unfinished
@@ -57,79 +57,95 @@ class EngineApp:
 
     async def generate(self, request: Request) -> Response:
         body = parse_body(GenerateBody, await request.body())
+
+        def build(sequence: Sequence) -> Response:
+            return json_response(build_answer(body, sequence, self.core.weight_version, self._decoder))
+
+        return await self.run(request, body, build)
+
+    async def run(self, request: Request, body: GenerateBody, build: Callable[[Sequence], Response]) -> Response:
+        """Run one request to its end, whatever wire it came by; `build` makes its answer."""
         sequence = build_sequence(body, self._limits)
         if self._num_unfinished >= self._max_unfinished:
             message = f"the queue is full ({self._max_unfinished} requests)"
             sequence.finish = Finish(FinishKind.ABORT, message=message)
-            return _json(build_answer(body, sequence, self._core.weight_version, self._decoder))
+            return build(sequence)
         self._num_unfinished += 1
         try:
-            finished = await _unless_disconnected(request, self._core.generate(sequence))
+            finished = await _unless_disconnected(request, self.core.generate(sequence))
         finally:
             self._num_unfinished -= 1
         if finished is None:
             return Response(status_code=_CLIENT_GONE)
-        return _json(build_answer(body, finished, self._core.weight_version, self._decoder))
+        return build(finished)
 
     async def pause(self, request: Request) -> Response:
         mode = parse_body(PauseBody, await request.body()).mode
-        left = await self._core.pause(mode)
-        return _json({"status": "ok", "message": f"paused in mode {mode}, {left} requests unfinished"})
+        left = await self.core.pause(mode)
+        return json_response({"status": "ok", "message": f"paused in mode {mode}, {left} requests unfinished"})
 
     async def resume(self, request: Request) -> Response:
-        await self._core.resume()
-        return _json({"status": "ok", "message": "generation goes on"})
+        await self.core.resume()
+        return json_response({"status": "ok", "message": "generation goes on"})
 
     async def update_weights(self, request: Request) -> Response:
         """All or nothing. Reading and checking happen beside the running batch, only the copy stops it."""
         body = parse_body(UpdateBody, await request.body())
+        problem = await self.load(body)
+        if problem is not None:
+            return json_response({"success": False, "message": problem, "num_paused_requests": 0}, 400)
+        message = f"serving {body.model_path} as weight version {self.core.weight_version}"
+        left = (await self.core.inspect()).num_unfinished
+        _LOGGER.info("%s, %d requests in flight", message, left)
+        return json_response({"success": True, "message": message, "num_paused_requests": left})
+
+    async def load(self, body: UpdateBody) -> str | None:
+        """Serve new weights; what is wrong with them, if they are refused."""
         async with self._update_lock:
             try:
-                weights = await asyncio.to_thread(load_weights, self._core.targets, body.model_path)
+                weights = await asyncio.to_thread(load_weights, self.core.targets, body.model_path)
             except WeightsRefusedError as error:
                 _LOGGER.warning("weights refused: %s", error)
-                return _json({"success": False, "message": str(error), "num_paused_requests": 0}, 400)
+                return str(error)
             version = None if body.weight_version is None else int(body.weight_version)
-            left = await self._core.update_weights(weights, version, body.abort_all_requests)
-        message = f"serving {body.model_path} as weight version {self._core.weight_version}"
-        _LOGGER.info("%s, %d requests in flight", message, left)
-        return _json({"success": True, "message": message, "num_paused_requests": left})
+            await self.core.update_weights(weights, version, body.abort_all_requests)
+        return None
 
     async def abort(self, request: Request) -> Response:
         body = parse_body(AbortBody, await request.body())
         if body.rid is None and not body.abort_all:
             raise BadRequestError("give `rid` or `abort_all: true`")
-        await self._core.abort(lambda sequence: body.abort_all or sequence.rid == body.rid, "aborted by request")
-        return _json({"status": "ok"})
+        await self.core.abort(lambda sequence: body.abort_all or sequence.rid == body.rid, "aborted by request")
+        return json_response({"status": "ok"})
 
     async def flush_cache(self, request: Request) -> Response:
-        if await self._core.flush_cache():
-            return _json({"status": "ok", "message": "prefix cache flushed"})
+        if await self.core.flush_cache():
+            return json_response({"status": "ok", "message": "prefix cache flushed"})
         raise BadRequestError("the cache cannot be flushed while requests are unfinished")
 
     async def health(self, request: Request) -> Response:
-        failure = self._core.failure
-        return _json({"status": "ok"}) if failure is None else _error(503, failure)
+        failure = self.core.failure
+        return json_response({"status": "ok"}) if failure is None else _error(503, failure)
 
     async def health_generate(self, request: Request) -> Response:
         """Sample one token, unless generation is paused."""
-        if (await self._core.inspect()).is_paused:
+        if (await self.core.inspect()).is_paused:
             return await self.health(request)
         probe = Sequence("health", [0], SamplingParams(max_new_tokens=1, temperature=0))
         async with asyncio.timeout(_HEALTH_GENERATE_SECONDS):
-            finish = (await self._core.generate(probe)).finish
+            finish = (await self.core.generate(probe)).finish
         if finish is not None and finish.kind is FinishKind.ABORT:
             return _error(503, finish.message)
-        return _json({"status": "ok"})
+        return json_response({"status": "ok"})
 
     async def model_info(self, request: Request) -> Response:
-        state = await self._core.inspect()
-        return _json(
+        state = await self.core.inspect()
+        return json_response(
             {
-                "model_path": self._core.model_path,
-                "tokenizer_path": self._core.model_path,
+                "model_path": self.core.model_path,
+                "tokenizer_path": self.core.model_path,
                 "is_generation": True,
-                "weight_version": str(self._core.weight_version),
+                "weight_version": str(self.core.weight_version),
                 "max_context_tokens": self._limits.max_context,
                 "num_running": state.num_running,
                 "num_waiting": state.num_waiting,
@@ -138,7 +154,7 @@ class EngineApp:
         )
 
 
-def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None) -> ASGIApp:
+def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None, more_routes: Iterable[Route] = ()) -> ASGIApp:
     """The ASGI application; it starts the core with its lifespan and stops it at the end."""
 
     @asynccontextmanager
@@ -166,7 +182,7 @@ def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None) -> ASG
     routes = [Route(path, handler, methods=["POST"]) for path, handler in posts]
     routes += [Route(path, handler, methods=["GET"]) for path, handler in gets]
     app = Starlette(
-        routes=routes,
+        routes=[*routes, *more_routes],
         lifespan=lifespan,
         exception_handlers={
             BadRequestError: _on_bad_request,
@@ -225,8 +241,8 @@ async def _on_disconnect(request: Request, error: Exception) -> Response:
 
 
 def _error(status: int, message: str) -> Response:
-    return _json({"error": {"message": message, "code": status}}, status)
+    return json_response({"error": {"message": message, "code": status}}, status)
 
 
-def _json(value: dict[str, Any], status: int = 200) -> Response:
+def json_response(value: dict[str, Any], status: int = 200) -> Response:
     return Response(json.dumps(value, separators=(",", ":")), status, media_type="application/json")

@@ -23,6 +23,7 @@ from everroll.engines.embedded.runner import ModelRunner
 from everroll.engines.embedded.scheduler import BatchLimits, Scheduler
 from everroll.engines.embedded.selfcheck import check_model
 from everroll.engines.embedded.server import EngineConfigurationError, EngineSettings
+from everroll.engines.embedded.vllm_app import VllmApp
 from everroll.engines.embedded.weights import TargetTensors, WeightsRefusedError, check_names
 from everroll.engines.embedded.wire import ModelLimits, TextDecoder
 
@@ -82,7 +83,7 @@ def assemble_server(settings: EngineSettings, api_key: str | None) -> EngineServ
     model_limits = ModelLimits(model.vocab_size, max_context, model.eos_token_ids)
     handlers = EngineApp(core, model_limits, load_decoder(settings.model_path), settings.max_queued_requests)
     config = uvicorn.Config(
-        build_app(handlers, core, api_key),
+        build_app(handlers, core, api_key, VllmApp(handlers).routes()),
         loop="auto",
         http="auto",
         lifespan="on",

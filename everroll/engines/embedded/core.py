@@ -42,6 +42,10 @@ class EngineState:
     num_cached_blocks: int
     is_paused: bool
 
+    @property
+    def num_unfinished(self) -> int:
+        return self.num_running + self.num_waiting
+
 
 class EngineCore:
     """Owns the torch thread. Methods that return a future or a coroutine are for the event loop."""
@@ -105,6 +109,10 @@ class EngineCore:
     async def update_weights(self, weights: LoadedWeights, version: int | None, abort_all: bool) -> int:
         """Serve new weights from the next step on, sequences in flight included. Returns how many those are."""
         return await self._call(lambda: self._update_weights(weights, version, abort_all))
+
+    async def set_weight_version(self, version: int) -> None:
+        """Call the weights that serve now by another version."""
+        await self._call(lambda: self._set_weight_version(version))
 
     async def flush_cache(self) -> bool:
         """Forget the prefix cache; False (and nothing done) while any sequence is unfinished."""
@@ -263,6 +271,9 @@ class EngineCore:
         if version is not None:
             self.weight_version = version
         return self._scheduler.num_unfinished
+
+    def _set_weight_version(self, version: int) -> None:
+        self.weight_version = version
 
     def _flush_cache(self) -> bool:
         if self._scheduler.num_unfinished > 0:
