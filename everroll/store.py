@@ -62,6 +62,17 @@ class LocalStore:
             raise StoreError(f"blob {reference.uri} has sha256 {digest}, expected {reference.sha256}")
         return body
 
+    def delete(self, reference: BlobRef) -> None:
+        """Remove a blob; one that is gone already is no error.
+
+        Raises:
+            StoreError: it cannot be removed.
+        """
+        try:
+            self._path(reference.uri).unlink(missing_ok=True)
+        except OSError as error:
+            raise StoreError(f"store {self.root} cannot delete {reference.uri}: {error}") from error
+
     def check_writable(self) -> None:
         """Raises StoreError when nothing can be written here."""
         try:

@@ -1,23 +1,34 @@
 """Weights and checkpoints of a step.
 
-A checkpoint is the weights' directory (Hugging Face layout, float32) plus `optimizer.safetensors` and
+A checkpoint is the weights' directory (Hugging Face layout, float32) plus the optimizer's state and
 `trainer_state.json`. Both kinds appear whole or not at all, and are checked by hash before they are loaded. Nothing
 random is carried from step to step: the learning rate is a function of the step, and random numbers are seeded from
 the run's seed and the step.
+
+The optimizer's state is `optimizer.safetensors` where every process has all of it, and torch.distributed.checkpoint's
+format (`.metadata`, `*.distcp`) where it is sharded, each process writing its part. Any number of processes loads both.
 """
 
 from __future__ import annotations
 
 import logging
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load as load_sharded
+from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from everroll.contracts.base import Payload
-from everroll.contracts.spec import TrainSection
+from everroll.contracts.spec import ModelSection, TrainSection
+from trainer.distributed.placement import ALONE, Forward, Placement
 from trainer.durable import (
     MANIFEST_NAME,
     Manifest,
@@ -29,6 +40,7 @@ from trainer.durable import (
 from trainer.errors import CheckpointError
 from trainer.model import Policy, load_policy
 from trainer.optimizer import build_optimizer, export_optimizer_state, import_optimizer_state
+from trainer.reference import Reference
 from trainer.rundir import AppliedStep, RunDirectory
 
 _LOGGER = logging.getLogger(__name__)
@@ -46,17 +58,30 @@ class TrainerState(Payload):
     """Weight version of the checkpoint."""
     num_threads: int
     """CPU threads of the process that wrote it: another number can change the last bits of what follows."""
+    num_processes: int = 1
+    """Processes that trained it: another number, too, changes the last bits."""
     record: AppliedStep | None = None
     """The record of its step; None for step 0."""
 
 
 class LoadedState:
-    """A model and its optimizer at one weight version."""
+    """A model and its optimizer at one weight version, or this process's share of them."""
 
-    def __init__(self, policy: Policy, optimizer: torch.optim.AdamW, version: int) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        optimizer: torch.optim.AdamW,
+        version: int,
+        placement: Placement = ALONE,
+        forward: Forward | None = None,
+    ) -> None:
         self.policy = policy
         self.optimizer = optimizer
         self.version = version
+        self.placement = placement
+        self.compute_logprobs = forward or policy.compute_logprobs
+        self.reference: Reference | None = None
+        """Loaded by the first step that wants it."""
 
 
 def save_model_files(run: RunDirectory, model_path: Path) -> None:
@@ -74,27 +99,58 @@ def save_weights(run: RunDirectory, policy: Policy, step: int) -> Manifest:
     """Write what engines load: weights, configuration and the user's model files."""
 
     def fill(directory: Path) -> None:
-        for path in sorted(run.model_files.iterdir()):
-            if path.name != MANIFEST_NAME:
-                link_file(path, directory / path.name)
+        _link_files(run.model_files, directory)
         policy.save(directory)
 
     return write_directory(run.weights(step), fill)
 
 
-def save_checkpoint(run: RunDirectory, state: LoadedState, record: AppliedStep | None) -> None:
-    """Write the checkpoint of a step whose weights are written already; their files are shared."""
+def _link_files(source: Path, directory: Path) -> None:
+    for path in sorted(source.iterdir()):
+        if path.name != MANIFEST_NAME:
+            link_file(path, directory / path.name)
+
+
+def save_base_model(run: RunDirectory, policy: Policy) -> None:
+    """Keep the model that adapters belong to, once per run."""
 
     def fill(directory: Path) -> None:
-        for path in sorted(run.weights(state.version).iterdir()):
-            if path.name != MANIFEST_NAME:
-                link_file(path, directory / path.name)
-        tensors = export_optimizer_state(state.optimizer, state.policy)
-        save_file(tensors, directory / _OPTIMIZER_NAME)
-        about = TrainerState(step=state.version, num_threads=torch.get_num_threads(), record=record)
+        _link_files(run.model_files, directory)
+        policy.save_base(directory)
+
+    write_directory(run.base_model, fill)
+
+
+def save_checkpoint(
+    run: RunDirectory,
+    policy: Policy,
+    about: TrainerState,
+    fill_optimizer: Callable[[Path], None],
+) -> None:
+    """Write the checkpoint of a step whose weights are written already; files that are the same are shared.
+
+    `fill_optimizer` writes the optimizer's state into a directory, with all processes.
+    """
+
+    def fill(directory: Path) -> None:
+        if policy.weights_are_masters:
+            _link_files(run.weights(about.step), directory)
+        else:
+            _link_files(run.base_model if policy.has_adapters else run.model_files, directory)
+            policy.save_masters(directory)
+        fill_optimizer(directory)
         (directory / _STATE_NAME).write_text(about.model_dump_json(indent=1))
 
-    write_directory(run.checkpoint(state.version), fill)
+    write_directory(run.checkpoint(about.step), fill)
+
+
+def save_optimizer(state: LoadedState, directory: Path) -> None:
+    """This process's part of the optimizer's state; all processes call it."""
+    tensors = export_optimizer_state(state.optimizer, state.policy)
+    if state.placement.is_sharded:
+        save_sharded(tensors, storage_writer=FileSystemWriter(directory))
+    elif state.placement.rank == 0:
+        save_file(tensors, directory / _OPTIMIZER_NAME)
 
 
 def find_checkpoint(run: RunDirectory, newest: int | None = None) -> TrainerState | None:
@@ -110,25 +166,73 @@ def find_checkpoint(run: RunDirectory, newest: int | None = None) -> TrainerStat
     return None
 
 
-def load_checkpoint(run: RunDirectory, about: TrainerState, train: TrainSection) -> LoadedState:
+def read_checkpoint(run: RunDirectory, step: int) -> TrainerState:
+    """What a checkpoint says of itself, after rank 0 has checked it.
+
+    Raises:
+        CheckpointError: it cannot be read.
+    """
+    path = run.checkpoint(step) / _STATE_NAME
+    try:
+        return TrainerState.model_validate_json(path.read_bytes())
+    except (ValidationError, OSError) as error:
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
+
+
+def begin_state(model: ModelSection, train: TrainSection, seed: int, placement: Placement = ALONE) -> LoadedState:
+    """Version 0: the user's model, and a fresh optimizer.
+
+    Raises:
+        CheckpointError: the model cannot be read.
+    """
+    policy = load_policy(Path(model.path), train, seed)
+    forward = placement.place(policy)
+    return LoadedState(policy, build_optimizer(policy, train), 0, placement, forward)
+
+
+def load_checkpoint(
+    run: RunDirectory, about: TrainerState, train: TrainSection, placement: Placement = ALONE
+) -> LoadedState:
     """Load what `find_checkpoint` found.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
     directory = run.checkpoint(about.step)
-    if about.num_threads != torch.get_num_threads():
-        _LOGGER.warning(
-            "%s was written with %d threads, this process has %d: the last bits may differ",
-            directory,
-            about.num_threads,
-            torch.get_num_threads(),
-        )
+    _warn_of_other_arithmetic(directory, about, placement.size)
     policy = load_policy(directory, train)
+    forward = placement.place(policy)
     optimizer = build_optimizer(policy, train)
+    import_optimizer_state(optimizer, policy, _load_optimizer(directory, policy, placement))
+    return LoadedState(policy, optimizer, about.step, placement, forward)
+
+
+def _load_optimizer(directory: Path, policy: Policy, placement: Placement) -> dict[str, Tensor]:
+    """The optimizer's state as this process holds its parameters, whoever wrote it."""
     try:
-        tensors = load_file(directory / _OPTIMIZER_NAME)
-    except OSError as error:
-        raise CheckpointError(f"{directory / _OPTIMIZER_NAME} cannot be read: {error}") from error
-    import_optimizer_state(optimizer, policy, tensors)
-    return LoadedState(policy, optimizer, about.step)
+        if (directory / _OPTIMIZER_NAME).exists():
+            return placement.lay_out(load_file(directory / _OPTIMIZER_NAME), policy)
+        reader = FileSystemReader(directory)
+        names = reader.read_metadata().state_dict_metadata
+        parameters = dict(policy.named_parameters())
+        tensors = {name: _make_room(name, parameters) for name in names}
+        load_sharded(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+    except (OSError, KeyError, CheckpointException) as error:
+        raise CheckpointError(f"the optimizer's state in {directory} cannot be read: {error}") from error
+    return tensors
+
+
+def _make_room(name: str, parameters: dict[str, torch.nn.Parameter]) -> Tensor:
+    """A tensor to load `<parameter>.<state>` into, laid out like the parameter; a step count is a number."""
+    parameter, _, state = name.rpartition(".")
+    return torch.zeros(()) if state == "step" else torch.zeros_like(parameters[parameter], requires_grad=False)
+
+
+def _warn_of_other_arithmetic(directory: Path, about: TrainerState, num_processes: int) -> None:
+    written = (about.num_processes, about.num_threads)
+    here = (num_processes, torch.get_num_threads())
+    if written != here:
+        _LOGGER.warning(
+            "%s was written by %d processes of %d threads, here are %d of %d: the last bits may differ",
+            *(directory, *written, *here),
+        )

@@ -19,6 +19,7 @@ from everroll.contracts.base import Payload
 from trainer.errors import CheckpointError
 
 MANIFEST_NAME = "manifest.json"
+WEIGHTS_SUFFIX = ".safetensors"
 _TEMPORARY_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 20
 
@@ -125,6 +126,17 @@ def link_file(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:
         shutil.copyfile(source, target)
+
+
+def hash_weights(parent: Path, fill: Callable[[Path], None]) -> dict[str, str]:
+    """The hashes of the weights files that `fill` would write; nothing stays."""
+    temporary = parent / f"{_TEMPORARY_PREFIX}hash-{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        fill(temporary)
+        return {path.name: hash_file(path) for path in sorted(temporary.glob(f"*{WEIGHTS_SUFFIX}"))}
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def hash_file(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 trainer.lock               held while a process trains this run
 model_files/               the user's tokenizer and other files that are not weights, linked into every step
+base_model/                only with adapters: the model that they belong to, linked into every checkpoint
 requests/step_000012.json  each step's request, written before it is applied: enough to apply it again
 weights/step_000012/       what engines load; written at every step
 checkpoints/step_000012/   the same files, and the optimizer's state
@@ -22,11 +23,9 @@ from pydantic import ValidationError
 from everroll.contracts.base import Payload
 from everroll.contracts.training import GroupBatchItem, TrainRequest, TrainResult
 from everroll.store import write_durably
-from trainer.durable import is_complete, remove_directory, remove_leftovers
+from trainer.durable import remove_leftovers
 from trainer.errors import CheckpointError, RunInUseError
 
-KEEP_WEIGHTS = 3
-"""Weight directories kept: the current one, the one engines may still be loading, and one to spare."""
 _LOCK_POLL_SECONDS = 0.05
 _TAIL_BYTES = 1 << 16
 
@@ -46,6 +45,7 @@ class RunDirectory:
     def __init__(self, root: Path) -> None:
         self.root = root
         self.model_files = root / "model_files"
+        self.base_model = root / "base_model"
         self.metrics_path = root / "metrics.jsonl"
         self._lock_handle: int | None = None
 
@@ -129,18 +129,16 @@ class RunDirectory:
             file.flush()
             os.fsync(file.fileno())
 
-    def prune(self, keep_checkpoints: int) -> None:
-        """Remove old checkpoints, weights, and requests that no kept checkpoint needs."""
-        complete = [step for step in self.checkpoint_steps() if is_complete(self.checkpoint(step))]
-        kept = complete[:keep_checkpoints]
-        for step in self.checkpoint_steps():
-            if kept and step < kept[-1]:
-                remove_directory(self.checkpoint(step))
-        for step in _list_steps(self.root / "weights")[KEEP_WEIGHTS:]:
-            remove_directory(self.weights(step))
-        for step in _list_steps(self.root / "requests"):
-            if kept and step <= kept[-1]:
-                self._request(step).unlink(missing_ok=True)
+    def weights_steps(self) -> list[int]:
+        """Steps that have a weights directory, newest first."""
+        return _list_steps(self.root / "weights")
+
+    def request_steps(self) -> list[int]:
+        """Steps whose request is stored, newest first."""
+        return _list_steps(self.root / "requests")
+
+    def remove_request(self, step: int) -> None:
+        self._request(step).unlink(missing_ok=True)
 
     def _request(self, step: int) -> Path:
         return self.root / "requests" / f"{_step_name(step)}.json"

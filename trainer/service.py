@@ -2,7 +2,10 @@
 
 A step is applied when its record is on disk. Asked for it again, the trainer answers from the record. A process that
 was lost is replaced by one that loads the newest complete checkpoint and trains the stored requests since then again,
-which on the same CPU gives the same weights bit for bit; no rollout is needed for it.
+which on the same CPU gives the same weights bit for bit; no rollout is needed for it. The weights' hashes are compared
+with those recorded the first time.
+
+With several processes this is rank 0: it decides and writes, and the others do as it says (`trainer.distributed`).
 """
 
 from __future__ import annotations
@@ -13,23 +16,28 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
+
+import torch
 
 from everroll.contracts.training import PrepareTrainerRequest, TrainRequest, TrainResult, Weights
-from trainer.batch import load_batch
 from trainer.checkpoint import (
-    LoadedState,
+    TrainerState,
     find_checkpoint,
-    load_checkpoint,
+    save_base_model,
     save_checkpoint,
     save_model_files,
     save_weights,
 )
-from trainer.durable import Manifest, is_complete, read_manifest
-from trainer.errors import CheckpointError, RunInUseError, StepOrderError
-from trainer.model import load_policy
-from trainer.optimizer import build_optimizer
+from trainer.distributed.commands import Apply, Begin, Collect, Forget, LoadBatch, LoadCheckpoint, SaveOptimizer
+from trainer.distributed.ranks import Ranks
+from trainer.distributed.replica import Replica
+from trainer.durable import WEIGHTS_SUFFIX, Manifest, hash_weights, is_complete, read_manifest
+from trainer.errors import CheckpointError, LostRankError, ReplayDifferenceError, RunInUseError, StepOrderError
+from trainer.model import Policy
+from trainer.retention import prune
 from trainer.rundir import AppliedStep, RunDirectory
-from trainer.step import Progress, apply_step
+from trainer.step import Progress
 
 _LOGGER = logging.getLogger(__name__)
 _TAKE_OVER_SECONDS = 60.0
@@ -39,11 +47,12 @@ _TAKE_OVER_SECONDS = 60.0
 class Trainer:
     """Trains one run at a time; calls from several threads take turns."""
 
-    def __init__(self, take_over_seconds: float = _TAKE_OVER_SECONDS) -> None:
+    def __init__(self, take_over_seconds: float = _TAKE_OVER_SECONDS, ranks: Ranks | None = None) -> None:
+        """`ranks` are the processes that train together; without it, this one alone."""
         self._take_over_seconds = take_over_seconds
+        self._ranks = ranks or Ranks()
         self._turn = threading.Lock()
         self._run: RunDirectory | None = None
-        self._state: LoadedState | None = None
 
     def prepare(self, request: PrepareTrainerRequest) -> Weights:
         """Make checkpoint 0 from the user's model unless the run has one; answers the newest applied weights.
@@ -51,6 +60,7 @@ class Trainer:
         Raises:
             CheckpointError: the model cannot be read, or the run has steps but no complete checkpoint.
             RunInUseError: another process trains this run.
+            LostRankError: one of several processes was lost.
         """
         with self._take_turn(request.train.step_timeout_seconds):
             run = self._open(Path(request.run_dir))
@@ -72,6 +82,7 @@ class Trainer:
             StepOrderError: version `step - 1` cannot be reached, or the step was applied with another batch.
             CheckpointError: no complete checkpoint.
             RunInUseError: another process trains this run.
+            LostRankError: one of several processes was lost.
             StoreError: a blob is missing or broken.
         """
         with self._take_turn(request.train.step_timeout_seconds):
@@ -79,12 +90,15 @@ class Trainer:
             record = run.read_record(request.step)
             if record is not None:
                 return self._look_up(run, record, request, on_progress)
-            state = self._reach(run, request.step - 1, request, on_progress)
-            return self._apply(run, state, request, on_progress)
+            differences = self._reach(run, request.step - 1, request, on_progress)
+            return self._apply(run, request, differences, on_progress)
 
     def close(self) -> None:
-        """Forget the model and let go of the run directory."""
-        self._state = None
+        """Forget the model, let go of the run directory, and let the other processes end."""
+        self._let_go()
+        self._ranks.close()
+
+    def _let_go(self) -> None:
         if self._run is not None:
             self._run.unlock()
             self._run = None
@@ -92,7 +106,9 @@ class Trainer:
     def _open(self, root: Path) -> RunDirectory:
         if self._run is not None and self._run.root == root:
             return self._run
-        self.close()
+        if self._run is not None:
+            self._abandon()
+        self._let_go()
         run = RunDirectory(root)
         run.lock(self._take_over_seconds)
         self._run = run
@@ -102,67 +118,111 @@ class Trainer:
         return run
 
     def _start(self, run: RunDirectory, request: PrepareTrainerRequest) -> None:
-        model_path = Path(request.model.path)
-        policy = load_policy(model_path, request.train)
-        save_model_files(run, model_path)
-        state = LoadedState(policy, build_optimizer(policy, request.train), version=0)
+        save_model_files(run, Path(request.model.path))
+        self._ranks.do(Begin(model=request.model, train=request.train, seed=request.seed), _ignore)
+        policy = self._collect()
+        if policy.has_adapters:
+            save_base_model(run, policy)
         save_weights(run, policy, step=0)
-        save_checkpoint(run, state, record=None)
-        self._state = state
+        self._save_checkpoint(run, policy, step=0, record=None)
 
-    def _reach(self, run: RunDirectory, version: int, request: TrainRequest, on_progress: Progress) -> LoadedState:
-        """The state at `version`: the one in memory, or the newest checkpoint and the stored batches since."""
+    def _reach(self, run: RunDirectory, version: int, request: TrainRequest, on_progress: Progress) -> int:
+        """Get to `version`: it is in memory, or the newest checkpoint and the stored batches since lead to it.
+
+        Returns how many steps gave other weights than the first time.
+        """
         latest = run.latest_applied()
         if latest != version:
             raise StepOrderError(
                 f"{run.root}: step {version + 1} needs weight version {version}, "
                 f"but the newest applied step is {latest}"
             )
-        if self._state is not None and self._state.version == version:
-            return self._state
-        self._state = None
+        if self._replica.version == version:
+            return 0
         about = find_checkpoint(run, newest=version)
         if about is None:
             raise CheckpointError(f"{run.root}: no complete checkpoint up to step {version}")
         on_progress(f"loading checkpoint {about.step}")
-        state = load_checkpoint(run, about, request.train)
-        for step in range(about.step + 1, version + 1):
-            self._replay(run, state, step, on_progress)
-        self._state = state
-        return state
+        work = LoadCheckpoint(run_dir=str(run.root), step=about.step, train=request.train)
+        self._ranks.do(work, on_progress)
+        steps = range(about.step + 1, version + 1)
+        return sum(self._replay(run, step, request.train.on_replay_difference, on_progress) for step in steps)
 
-    def _replay(self, run: RunDirectory, state: LoadedState, step: int, on_progress: Progress) -> None:
-        """Apply a recorded step again in memory; its weights are out already and stay as they are."""
+    def _replay(
+        self, run: RunDirectory, step: int, on_difference: Literal["warn", "fail"], on_progress: Progress
+    ) -> bool:
+        """Apply a recorded step again in memory; its weights are out already and stay as they are.
+
+        Returns whether it gave other weights.
+        """
         request = run.read_request(step)
         if request is None:
-            raise StepOrderError(f"{run.root}: checkpoint {state.version} is behind, and request {step} is gone")
+            raise StepOrderError(f"{run.root}: the newest checkpoint is behind, and request {step} is gone")
         _LOGGER.info("training step %d again after a lost process", step)
-        apply_step(state, load_batch(request, state.policy.vocab_size), request, on_progress)
+        self._ranks.do(LoadBatch(request=request), on_progress)
+        self._ranks.do(Apply(), on_progress)
+        record = run.read_record(step)
+        hashes = hash_weights(run.root, self._collect().save)
+        if record is None or record.weights_sha256 == hashes:
+            return False
+        text = f"{run.root}: step {step} trained again gave weights {hashes}, but {record.weights_sha256} are out"
+        if on_difference == "fail":
+            self._abandon()
+            raise ReplayDifferenceError(text)
+        _LOGGER.error("%s", text)
+        return True
 
-    def _apply(
-        self, run: RunDirectory, state: LoadedState, request: TrainRequest, on_progress: Progress
-    ) -> TrainResult:
+    def _apply(self, run: RunDirectory, request: TrainRequest, differences: int, on_progress: Progress) -> TrainResult:
         started = time.perf_counter()
         on_progress(f"step {request.step} loading its batch")
-        batch = load_batch(request, state.policy.vocab_size)
+        self._ranks.do(LoadBatch(request=request), on_progress)
         run.write_request(request)
-        loaded = time.perf_counter()
-        self._state = None  # half updated if anything below fails; the next call then loads the checkpoint
-        metrics = apply_step(state, batch, request, on_progress)
+        metrics = {"load_batch_seconds": time.perf_counter() - started, "num_processes": float(self._ranks.size)}
+        if differences:
+            metrics["num_replay_differences"] = float(differences)
+        try:
+            record = self._apply_and_save(run, request, metrics, on_progress)
+        except BaseException:
+            self._abandon()
+            raise
+        prune(run, request.train)
+        return record.result
+
+    def _apply_and_save(
+        self, run: RunDirectory, request: TrainRequest, metrics: dict[str, float], on_progress: Progress
+    ) -> AppliedStep:
+        """After an exception the model in memory may be ahead of what is on disk."""
+        self._ranks.do(Apply(), on_progress)
         applied = time.perf_counter()
         on_progress(f"step {request.step} writing weights")
-        manifest = save_weights(run, state.policy, request.step)
-        metrics |= {
-            "load_batch_seconds": loaded - started,
-            "save_weights_seconds": time.perf_counter() - applied,
-        }
+        policy = self._collect()
+        manifest = save_weights(run, policy, request.step)
+        metrics |= self._replica.metrics | {"save_weights_seconds": time.perf_counter() - applied}
         record = _build_record(run, request, manifest, metrics)
         if request.step % request.train.checkpoint_every == 0:
-            save_checkpoint(run, state, record)
+            self._save_checkpoint(run, policy, request.step, record)
         _commit(run, record)
-        self._state = state
-        run.prune(request.train.keep_checkpoints)
-        return record.result
+        return record
+
+    def _abandon(self) -> None:
+        """Drop the model; the next call loads a checkpoint."""
+        with contextlib.suppress(LostRankError):
+            self._ranks.do(Forget(), _ignore)
+
+    def _collect(self) -> Policy:
+        """A policy with all weights, at the version in memory."""
+        self._ranks.do(Collect(), _ignore)
+        policy = self._replica.whole
+        assert policy is not None
+        return policy
+
+    def _save_checkpoint(self, run: RunDirectory, policy: Policy, step: int, record: AppliedStep | None) -> None:
+        about = TrainerState(
+            step=step, num_threads=torch.get_num_threads(), num_processes=self._ranks.size, record=record
+        )
+        save_checkpoint(
+            run, policy, about, lambda directory: self._ranks.do(SaveOptimizer(directory=str(directory)), _ignore)
+        )
 
     def _look_up(
         self, run: RunDirectory, record: AppliedStep, request: TrainRequest, on_progress: Progress
@@ -171,9 +231,13 @@ class Trainer:
             raise StepOrderError(f"{run.root}: step {request.step} was applied with another batch")
         newest = run.latest_applied() == request.step
         if newest and not is_complete(run.weights(request.step)):
-            state = self._reach(run, request.step, request, on_progress)
-            save_weights(run, state.policy, request.step)
+            self._reach(run, request.step, request, on_progress)
+            save_weights(run, self._collect(), request.step)
         return record.result.model_copy(update={"applied": False})
+
+    @property
+    def _replica(self) -> Replica:
+        return self._ranks.replica
 
     def _published(self, run: RunDirectory, version: int) -> Weights:
         read_manifest(run.weights(version))
@@ -193,7 +257,7 @@ def _build_record(
     run: RunDirectory, request: TrainRequest, manifest: Manifest, metrics: dict[str, float]
 ) -> AppliedStep:
     weights = Weights(version=request.step, path=str(run.weights(request.step)))
-    hashes = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(".safetensors")}
+    hashes = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(WEIGHTS_SUFFIX)}
     result = TrainResult(step=request.step, weights=weights, metrics=metrics)
     return AppliedStep(batch=request.batch, weights_sha256=hashes, result=result)
 
@@ -202,3 +266,7 @@ def _commit(run: RunDirectory, record: AppliedStep) -> None:
     """From here on the step is applied."""
     run.append_metrics(record.result.step, record.result.metrics)
     run.write_record(record)
+
+
+def _ignore(text: str) -> None:
+    """No one follows the progress of what is over at once."""

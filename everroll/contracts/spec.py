@@ -51,6 +51,19 @@ class ModelSection(Spec):
     message to the part of it that counts (see docs/sessions.md)."""
 
 
+class CurriculumSpec(Spec):
+    """[data.curriculum]: a function that chooses the prompts, a block of groups at a time, in place of `shuffle`."""
+
+    function: Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None = None
+    """Python function `package.module:name`, importable by the rollout workers (see docs/data.md)."""
+    block_groups: Annotated[int, Field(ge=1, le=4096)] = 64
+    """Groups that it is asked about at once."""
+    use_steps: bool = False
+    """Hand it the latest finished steps, so that it can choose by how training goes."""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Passed to the function unchanged."""
+
+
 class DataSection(Spec):
     """[data]: the prompts."""
 
@@ -61,6 +74,7 @@ class DataSection(Spec):
     """Seed of the order within each epoch."""
     shuffle: bool = True
     """Shuffle each epoch; false keeps the file's order."""
+    curriculum: CurriculumSpec = Field(default_factory=CurriculumSpec)
 
 
 class SamplingSpec(Spec):

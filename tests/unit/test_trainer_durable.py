@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.trainer_helpers import build_request
 from trainer.durable import MANIFEST_NAME, TornDirectoryError, check_directory, is_complete, write_directory
 from trainer.errors import RunInUseError
 from trainer.rundir import RunDirectory
@@ -82,21 +81,3 @@ def test_metrics_are_written_once_per_step(tmp_path: Path) -> None:
     run.append_metrics(2, {"loss": 0.7})
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     assert lines == [{"step": 1, "loss": 0.5}, {"step": 2, "loss": 0.7}]
-
-
-def test_old_directories_and_requests_go(tmp_path: Path) -> None:
-    """Requests stay as long as a kept checkpoint could need them; a torn checkpoint does not count as kept."""
-    run = RunDirectory(tmp_path / "run")
-    run.lock(timeout_seconds=0)
-    request = build_request(tmp_path, 1)
-    for step in range(1, 8):
-        write_directory(run.weights(step), _fill)
-        run.write_request(request.model_copy(update={"step": step}))
-        if step % 2 == 0:
-            write_directory(run.checkpoint(step), _fill)
-    (run.checkpoint(6) / MANIFEST_NAME).unlink()
-    run.prune(keep_checkpoints=1)
-    run.unlock()
-    assert run.checkpoint_steps() == [6, 4]
-    assert sorted(path.name for path in (run.root / "weights").iterdir()) == [f"step_00000{n}" for n in (5, 6, 7)]
-    assert sorted(path.name for path in (run.root / "requests").iterdir()) == [f"step_00000{n}.json" for n in (5, 6, 7)]

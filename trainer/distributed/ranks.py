@@ -1,0 +1,105 @@
+"""All processes of a trainer, as rank 0 sees them; and the life of the others."""
+
+from __future__ import annotations
+
+import logging
+import signal
+
+import torch
+
+from everroll.contracts.outcomes import TrainingError
+from everroll.store import StoreError
+from trainer.distributed.commands import COMMANDS, Idle, Stop, Work
+from trainer.distributed.replica import Replica
+from trainer.distributed.world import World
+from trainer.errors import LostRankError
+from trainer.step import Progress
+
+_LOGGER = logging.getLogger(__name__)
+
+
+class Ranks:
+    """Work is done by all ranks or, where there is no world, by this process alone."""
+
+    def __init__(self, world: World | None = None) -> None:
+        self._world = world
+        self.size = 1 if world is None else world.size
+        self.replica = Replica(0, self.size, torch.device("cpu") if world is None else world.device)
+        if world is not None:
+            world.start_idling(Idle().model_dump_json())
+
+    def do(self, work: Work, on_progress: Progress) -> None:
+        """
+        Raises:
+            TrainingError: on any rank; all are ready for more work.
+            StoreError: on any rank; all are ready for more work.
+            LostRankError: a rank was lost, or does not answer. Nothing more can be done: this process must end.
+        """
+        world = self._world
+        if world is None:
+            self.replica.do(work, on_progress)
+            return
+        if world.broken.is_set():
+            raise LostRankError("a process of this trainer was lost; it starts again")
+        world.send(work.model_dump_json())
+        failure = _attempt(self.replica, work, on_progress)
+        if failure is not None and not isinstance(failure, (TrainingError, StoreError)):
+            world.broken.set()  # the others may be waiting within the work
+            if isinstance(failure, RuntimeError):
+                raise LostRankError(f"{work.kind} broke off: {failure}") from failure
+            raise failure
+        outcomes = world.exchange(_describe(failure))
+        if failure is not None:
+            raise failure
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise TrainingError(f"rank {rank}: {outcome}")
+
+    def close(self) -> None:
+        """Let the other ranks end."""
+        world = self._world
+        if world is None or world.broken.is_set():
+            return
+        world.close()
+        world.send(Stop().model_dump_json())
+
+
+def follow(world: World) -> int:
+    """The life of a rank other than 0: do what rank 0 says until it says stop. Returns the exit code.
+
+    SIGTERM and SIGINT are left to rank 0, which finishes what it has begun and then says stop; its end is noticed.
+    """
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    replica = Replica(world.rank, world.size, world.device)
+    _LOGGER.info("rank %d of %d follows", world.rank, world.size)
+    try:
+        while True:
+            command = COMMANDS.validate_json(world.receive())
+            if isinstance(command, Stop):
+                return 0
+            if isinstance(command, Idle):
+                continue
+            failure = _attempt(replica, command, _ignore)
+            if failure is not None and not isinstance(failure, (TrainingError, StoreError)):
+                raise failure
+            world.exchange(_describe(failure))
+    except Exception as error:
+        _LOGGER.critical("rank %d of %d ends: %s: %s", world.rank, world.size, type(error).__name__, error)
+        return 1
+
+
+def _attempt(replica: Replica, work: Work, on_progress: Progress) -> Exception | None:
+    try:
+        replica.do(work, on_progress)
+    except Exception as error:
+        return error
+    return None
+
+
+def _describe(failure: Exception | None) -> str | None:
+    return None if failure is None else f"{type(failure).__name__}: {failure}"
+
+
+def _ignore(text: str) -> None:
+    """Rank 0 tells how far the work is."""

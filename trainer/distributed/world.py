@@ -1,0 +1,120 @@
+"""The processes of one trainer, as torchrun started them, and how rank 0 commands the others.
+
+Rank 0 sends commands; the others wait for them. While there is nothing to do it sends `Idle` every few seconds, so that
+hours without work are fine and yet each wait is bounded: a process that hears nothing for a minute gives up, and a lost
+process is noticed by rank 0 with the next command. Every command ends with an exchange of how it went.
+
+Commands, outcomes and tensors travel in three process groups, so that a failure in one never mixes up another.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from trainer.errors import LostRankError
+
+_LOGGER = logging.getLogger(__name__)
+_IDLE_SECONDS = 5.0
+_SILENCE_LIMIT = timedelta(seconds=60)
+
+
+class World:
+    """Rank and size, and the channels between ranks."""
+
+    def __init__(self, rank: int, size: int, device: torch.device, collective_limit: timedelta) -> None:
+        """The default process group exists already."""
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.broken = threading.Event()
+        """Set for good when a process was lost: this process must end too."""
+        self._commands = dist.new_group(backend="gloo", timeout=_SILENCE_LIMIT)
+        self._outcomes = dist.new_group(backend="gloo", timeout=collective_limit)
+        self._turn = threading.Lock()
+        self._closed = threading.Event()
+
+    def send(self, command: str) -> None:
+        """Rank 0 to all others.
+
+        Raises:
+            LostRankError: a process was lost.
+        """
+        with self._noticing_loss("a command could not be sent"), self._turn:
+            dist.broadcast_object_list([command], src=0, group=self._commands)
+
+    def receive(self) -> str:
+        """The next command from rank 0.
+
+        Raises:
+            LostRankError: rank 0 was lost, or was silent for too long.
+        """
+        box: list[str] = [""]
+        with self._noticing_loss("rank 0 sends no more commands"):
+            dist.broadcast_object_list(box, src=0, group=self._commands)
+        return box[0]
+
+    def exchange(self, outcome: str | None) -> list[str | None]:
+        """Everyone's outcome of a command, by rank: None, or what went wrong.
+
+        Raises:
+            LostRankError: a process was lost.
+        """
+        outcomes: list[str | None] = [None] * self.size
+        with self._noticing_loss("the outcome of a command is not known"):
+            dist.all_gather_object(outcomes, outcome, group=self._outcomes)
+        return outcomes
+
+    def start_idling(self, idle_command: str) -> None:
+        """Send a command every few seconds from a thread of its own, between all others."""
+        threading.Thread(target=self._idle, args=(idle_command, os.getppid()), daemon=True, name="idle").start()
+
+    def close(self) -> None:
+        self._closed.set()
+
+    def _idle(self, command: str, parent: int) -> None:
+        while not self._closed.wait(_IDLE_SECONDS):
+            if os.getppid() != parent:
+                _LOGGER.critical("torchrun has ended; so does this process")
+                os._exit(1)
+            if self.broken.is_set() or not self._turn.acquire(blocking=False):
+                continue  # a command is on its way
+            self._turn.release()
+            with contextlib.suppress(LostRankError):
+                self.send(command)
+
+    @contextlib.contextmanager
+    def _noticing_loss(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            self.broken.set()
+            raise LostRankError(f"rank {self.rank} of {self.size}: {what}: {error}") from error
+
+
+def is_distributed(environment: Mapping[str, str]) -> bool:
+    """Whether torchrun started this process as one of several."""
+    return int(environment.get("WORLD_SIZE", "1")) > 1
+
+
+def join_world(collective_seconds: float) -> World:
+    """Meet the other processes that torchrun started; each takes the accelerator of its local rank, if there is one.
+
+    No collective operation may take longer than `collective_seconds`.
+    """
+    limit = timedelta(seconds=collective_seconds)
+    device = torch.device("cpu")
+    backend = "gloo"
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+        backend = "cpu:gloo,cuda:nccl"
+    dist.init_process_group(backend, timeout=limit)
+    return World(dist.get_rank(), dist.get_world_size(), device, limit)
