@@ -122,7 +122,7 @@ def plan_processes(options: StackOptions, addresses: StackAddresses, admin_key: 
     if options.model is not None:
         if not options.engine_urls:
             specs.append(_plan_engine(options.model, addresses, options.directory))
-        specs.append(_plan_session_server(options.model, addresses, options.directory, admin_key))
+        specs.append(_plan_session_server(options, options.model, addresses, admin_key))
     return [*specs, *_plan_workers(options, addresses, admin_key)]
 
 
@@ -161,7 +161,7 @@ def _plan_engine(model: ModelSection, addresses: StackAddresses, directory: Path
 
 
 def _plan_session_server(
-    model: ModelSection, addresses: StackAddresses, directory: Path, admin_key: str
+    options: StackOptions, model: ModelSection, addresses: StackAddresses, admin_key: str
 ) -> ProcessSpec:
     assert addresses.session_url is not None
     return ProcessSpec(
@@ -170,13 +170,13 @@ def _plan_session_server(
             *_everroll("session-server"),
             *_model_flags(model),
             *("--port", _port_of(addresses.session_url)),
-            *("--journal-path", str(directory.absolute() / "sessions.sqlite")),
+            *("--journal-path", str(options.directory.absolute() / "sessions.sqlite")),
             *("--engine-urls", *addresses.engine_urls),
         ),
-        env={"EVERROLL_ADMIN_KEY": admin_key},
+        env={"EVERROLL_ADMIN_KEY": admin_key, "PYTHONPATH": _import_path(options.import_path)},
         ready=HttpReady(f"{addresses.session_url}/health"),
         stage=1,
-        cwd=directory,
+        cwd=options.directory,
         address=addresses.session_url,
     )
 
@@ -188,9 +188,7 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
         "EVERROLL_TASK_QUEUE": addresses.task_queue,
         "EVERROLL_ADMIN_KEY": admin_key,
         **_torch_environment(),
-        "PYTHONPATH": os.pathsep.join(
-            filter(None, [str(options.root), str(options.import_path), os.environ.get("PYTHONPATH")])
-        ),
+        "PYTHONPATH": _import_path(options.root, options.import_path),
     }
     queues = {
         "workflows": (addresses.task_queue, "workflow"),
@@ -212,6 +210,10 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
             # The user's directory: agents find their files where the user keeps them.
             cwd=options.import_path,
         )
+
+
+def _import_path(*directories: Path) -> str:
+    return os.pathsep.join(filter(None, [*map(str, directories), os.environ.get("PYTHONPATH")]))
 
 
 def _torch_environment() -> dict[str, str]:
