@@ -95,6 +95,8 @@ class Simulation:
     events: list[str] = field(default_factory=list)
     """Collections, stores and releases in order, each with its group."""
     published: list[int] = field(default_factory=list)
+    logs_plays: bool = False
+    """Whether `events` holds episodes and publishes too."""
     gate: asyncio.Event | None = None
     """When given, episodes wait for it."""
     is_gated: Callable[[EpisodeKey], bool] = lambda key: True
@@ -104,6 +106,10 @@ class Simulation:
     keeps_version_0: bool = False
     """The engine takes new weights and goes on with the first ones."""
     train_gate: asyncio.Event | None = None
+    on_publish: Callable[[PublishRequest], None] = lambda request: None
+    """May raise, as an engine that is away or refuses the weights makes `publish_weights` do."""
+    train_queue_suffix: str = ""
+    """Anything but empty leaves training without a worker."""
     dataset: DatasetRef = DATASET
     rollout_activities: list[Callable[..., object]] | None = None
     """In place of the simulated `run_episode` and `collect_samples`."""
@@ -125,6 +131,8 @@ class Simulation:
     @activity.defn(name=names.RUN_EPISODE)
     async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
         self.episodes.append(request)
+        if self.logs_plays:
+            self.events.append(f"play {request.key.group}")
         if self.gate is not None and self.is_gated(request.key):
             while not self.gate.is_set():
                 activity.heartbeat("waiting")
@@ -172,8 +180,11 @@ class Simulation:
 
     @activity.defn(name=names.PUBLISH_WEIGHTS)
     async def publish_weights(self, request: PublishRequest) -> PublishResult:
+        self.on_publish(request)
         self.weight_version = 0 if self.keeps_version_0 else request.weights.version
         self.published.append(request.weights.version)
+        if self.logs_plays:
+            self.events.append(f"publish {request.weights.version}")
         return PublishResult(version=request.weights.version)
 
     @contextlib.asynccontextmanager
@@ -193,7 +204,7 @@ class Simulation:
                 task_queue: [*light.values(), health.await_server, health.survey_groups],
                 names.rollout_queue(task_queue) + self.rollout_queue_suffix: self.rollout_activities
                 or [self.run_episode, self.collect_samples],
-                names.train_queue(task_queue): [self.prepare_trainer, self.train_step],
+                names.train_queue(task_queue) + self.train_queue_suffix: [self.prepare_trainer, self.train_step],
             }
             for queue, queue_activities in queues.items():
                 worker = Worker(

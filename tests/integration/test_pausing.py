@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -14,9 +15,12 @@ from temporalio.common import SearchAttributeKey
 
 from everroll.client import EverrollClient, RunFailedError, SteeringError
 from everroll.contracts import names
+from everroll.contracts.health import HoldRequest, Pause
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
-from everroll.contracts.rollout import CollectResult, EpisodeKey
-from everroll.contracts.training import Phase
+from everroll.contracts.rollout import CollectResult, EpisodeKey, GroupRequest
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import Phase, PublishRequest
+from everroll.engines.base import EngineUnavailableError, WeightUpdateError
 from everroll.local.ports import choose_port
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec, fail, succeed
@@ -31,6 +35,7 @@ class Flaky:
         self.port = choose_port(0)
         self.url = f"http://127.0.0.1:{self.port}"
         self.down = False
+        self.returned = False
         self._simulation = simulation
         self._server: asyncio.Server | None = None
 
@@ -41,7 +46,7 @@ class Flaky:
         return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause)
 
     async def come_back(self) -> None:
-        self.down = False
+        self.down, self.returned = False, True
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", self.port)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -175,6 +180,160 @@ async def test_by_policy_the_run_fails_at_once(client: EverrollClient, run_name:
         await client.start(build_spec(run_name, task_queue, rollout=rollout))
         with pytest.raises(RunFailedError, match=f"(?s)AbortBudgetExceeded: abort budget exceeded.*{flaky.url}"):
             await client.result(run_name)
+
+
+@contextlib.asynccontextmanager
+async def engine_goes_away() -> AsyncIterator[tuple[Simulation, Flaky]]:
+    """An engine that is there at first, and away when version 1 is published."""
+    async with flaky_simulation() as (simulation, flaky):
+
+        def publish(request: PublishRequest) -> None:
+            flaky.down = flaky.down or (request.weights.version == 1 and not flaky.returned)
+            if flaky.down:
+                raise EngineUnavailableError("GET", f"{flaky.url}/get_model_info", "ConnectionRefusedError: refused")
+
+        simulation.on_publish = publish
+        yield simulation, flaky
+
+
+def build_publish_spec(run_name: str, task_queue: str, flaky: Flaky, on_exceeded: str = "pause") -> RunSpec:
+    budget = {"dead_seconds": 1.0, "probe_seconds": 0.1, "on_exceeded": on_exceeded}
+    services = {"engine_urls": ["http://127.0.0.1:1", flaky.url]}
+    return build_spec(run_name, task_queue, rollout={"abort_budget": budget}, services=services)
+
+
+async def wait_for_publish_pause(client: EverrollClient, run_name: str) -> Pause:
+    view = await wait_for_status(
+        client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+    )
+    assert view.status is not None
+    assert view.status.step == 0
+    assert view.status.pause is not None
+    return view.status.pause
+
+
+async def test_an_engine_that_stays_away_while_publishing_pauses_the_run(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """Named with cause, times and count; on by itself when it answers; nothing is trained twice."""
+    async with engine_goes_away() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        await client.start(build_publish_spec(run_name, task_queue, flaky))
+        pause = await wait_for_publish_pause(client, run_name)
+        assert pause.server == flaky.url
+        assert re.search(
+            rf"weights version 1 cannot be published: {flaky.url} did not answer, \d+ times in a row, first at .*"
+            rf"last at .*transport: EngineUnavailableError: GET {flaky.url}/get_model_info",
+            pause.message,
+        )
+        await flaky.come_back()
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
+    assert [request.step for request in simulation.trained] == [1, 2]
+    assert sorted(set(simulation.published)) == [0, 1, 2]
+    assert simulation.published == sorted(simulation.published)
+
+
+async def test_resume_ends_a_pause_while_publishing(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Also when the engine does not answer its probe: the person may know another way."""
+    async with engine_goes_away() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        await client.start(build_publish_spec(run_name, task_queue, flaky))
+        await wait_for_publish_pause(client, run_name)
+        flaky.down, flaky.returned = False, True
+        await client.resume(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
+
+
+async def test_by_policy_an_engine_that_stays_away_fails_the_run(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    async with engine_goes_away() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        await client.start(build_publish_spec(run_name, task_queue, flaky, on_exceeded="fail"))
+        with pytest.raises(RunFailedError, match=f"(?s)AbortBudgetExceeded: weights version 1.*{flaky.url} did not"):
+            await asyncio.wait_for(client.result(run_name), 60)
+
+
+async def test_an_engine_that_refuses_weights_fails_the_run_at_once(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """An answer is no outage: loud, and not tried again."""
+    asked = []
+
+    def refuse(request: PublishRequest) -> None:
+        asked.append(request.weights.version)
+        if request.weights.version == 1:
+            raise WeightUpdateError("POST", "http://127.0.0.1:1/update_weights_from_disk", "shapes differ", status=400)
+
+    simulation = Simulation(on_publish=refuse)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        with pytest.raises(RunFailedError, match=r"(?s)PublishError: WeightUpdateError.*answered 400: shapes differ"):
+            await asyncio.wait_for(client.result(run_name), 60)
+    assert asked == [0, 1]
+
+
+async def test_a_short_absence_of_an_engine_is_no_pause(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    failures = iter([1, 1])
+
+    def publish(request: PublishRequest) -> None:
+        if request.weights.version == 1 and next(failures, None):
+            raise EngineUnavailableError("POST", "http://127.0.0.1:1/pause_generation", "reset")
+
+    simulation = Simulation(on_publish=publish)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        result = await asyncio.wait_for(client.result(run_name), 60)
+        view = await client.status(run_name)
+    assert result.steps == 2
+    assert view.status is not None
+    assert view.status.generation == 0
+
+
+async def test_before_a_run_goes_on_its_weights_are_published_again(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """A server that was away may have lost them: no episode may be played by the first ones."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}, rollout=ROLLOUT))
+        await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+        )
+        simulation.logs_plays = True
+        simulation.events.clear()
+        await flaky.come_back()
+        await asyncio.wait_for(client.result(run_name), 60)
+    started = [event for event in simulation.events if event.startswith(("publish", "play"))]
+    assert started[0] == "publish 0"
+
+
+async def test_a_group_that_starts_while_the_run_is_paused_is_on_hold(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """`GroupRequest.hold`: no episode is played before the run's first word reaches it."""
+    simulation = Simulation()
+    async with simulation.workers(client.temporal, task_queue):
+        request = GroupRequest(
+            run=run_name,
+            group=0,
+            weight_version=0,
+            dataset=simulation.dataset,
+            rollout=build_spec(run_name, task_queue).rollout,
+            seed=1,
+            session_url="http://127.0.0.1:1",
+            store_url="store",
+            task_queue=task_queue,
+            hold=HoldRequest(number=3, held=True),
+        )
+        handle = await client.temporal.start_workflow(
+            names.ROLLOUT_GROUP, request, id=names.group_workflow_id(run_name, 0), task_queue=task_queue
+        )
+        await handle.signal(names.SIGNAL_HOLD, HoldRequest(number=2, held=False))  # overtaken by what it knows already
+        await wait_for_hold(handle)
+        assert simulation.episodes == []
+        await handle.signal(names.SIGNAL_HOLD, HoldRequest(number=4, held=False))
+        await asyncio.wait_for(handle.result(), 30)
+    assert len(simulation.episodes) == 2
 
 
 async def test_a_person_pauses_and_resumes(client: EverrollClient, run_name: str, task_queue: str) -> None:
