@@ -2,9 +2,9 @@
 
 All faults are reported at once, each with its dotted path and how to mend it.
 
-Relative paths: what a run reads (`data.path`, `model.path`, `train.kl_reference`) is found from the directory of the run
-file, so that a run file and its data move together; what it writes (`run.output_dir`, `services.store_url`) goes below
-the working directory. A path given by an override is relative to the working directory, as on any command line.
+Relative paths: what a run reads (`data.path`, `model.path`, `train.kl_reference`) is found from the directory of the
+run file, so that a run file and its data move together; what it writes (`run.output_dir`, `services.store_url`) goes
+below the working directory. A path given by an override is relative to the working directory, as on any command line.
 """
 
 from __future__ import annotations
