@@ -1,0 +1,222 @@
+"""What an audit is made from, as values. Reading them is `sources`' business; what they must satisfy, the checks'.
+
+Nothing here is computed by the run for the audit: these are the events of its history, the rows of the journal, and
+the files of store and run directory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Protocol
+
+from everroll.contracts.base import Payload
+from everroll.contracts.rollout import (
+    BlobRef,
+    CollectRequest,
+    CollectResult,
+    DatasetRef,
+    EpisodeReport,
+    EpisodeRequest,
+    GroupManifest,
+    GroupRequest,
+    GroupResult,
+    StoreGroupRequest,
+)
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import GroupBatchItem, RunState, TrainRequest, TrainResult
+from everroll.sessions.digest import SessionDigest
+from everroll.sessions.reading import RecordedSession
+from everroll.tokens.samples import SampleSet
+
+# The run's history, event by event
+
+
+@dataclass(frozen=True)
+class Dispensed:
+    """The run started a group."""
+
+    request: GroupRequest
+
+
+@dataclass(frozen=True)
+class Settled:
+    """The run learned how a group ended."""
+
+    group: int
+    result: GroupResult | None
+    """None when the group was ended from outside, or failed."""
+    ending: str = "completed"
+    """`completed`, `canceled`, `terminated`, or else the group failed the run."""
+    task: int = 0
+    """Workflow tasks of the run completed before: what comes in during one is seen by the next."""
+
+
+@dataclass(frozen=True)
+class StepScheduled:
+    """The run handed a batch to the trainer."""
+
+    request: TrainRequest
+    task: int = 0
+    """Workflow tasks of the run completed before, that which decided it included."""
+
+
+@dataclass(frozen=True)
+class StepCompleted:
+    """The trainer answered for a step."""
+
+    requested_step: int
+    result: TrainResult
+
+
+@dataclass(frozen=True)
+class Published:
+    """All engines were brought to a version."""
+
+    version: int
+
+
+RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One execution of `TrainingRun`, between two continue-as-new."""
+
+    run_id: str
+    start: RunState | None
+    """What it took over; None for the first."""
+    events: list[RunEvent]
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """All generations of a run, oldest first."""
+
+    spec: RunSpec
+    dataset: DatasetRef | None
+    """None when it ended before it was prepared."""
+    generations: list[Generation]
+    state: str
+    """`running`, `completed`, `failed`, `canceled`, `terminated` or `timed_out`."""
+    stopped: bool = False
+    """Asked to stop before its last step."""
+
+
+# A group's history
+
+
+@dataclass(frozen=True)
+class EpisodeHistory:
+    """What the group's history says of one attempt at one episode."""
+
+    request: EpisodeRequest
+    report: EpisodeReport | None = None
+    """None when `run_episode` gave none."""
+    collect: CollectRequest | None = None
+    collected: CollectResult | None = None
+
+
+@dataclass(frozen=True)
+class GroupHistory:
+    """One execution of `RolloutGroup`."""
+
+    request: GroupRequest
+    episodes: dict[str, EpisodeHistory] = field(default_factory=dict)
+    """By session id."""
+    stored: StoreGroupRequest | None = None
+    manifest: BlobRef | None = None
+    """What `store_group` answered."""
+    result: GroupResult | None = None
+    """None while it is open, or when it ended otherwise."""
+
+
+# Store
+
+
+@dataclass(frozen=True)
+class StoredGroup:
+    """A group's manifest as it lies in the store."""
+
+    manifest: GroupManifest | None
+    """None when it cannot be read."""
+    trouble: str | None = None
+    """Why it cannot, or that it is not what was written."""
+    missing: bool = False
+
+
+@dataclass(frozen=True)
+class StoredSamples:
+    """One episode's samples as they lie in the store."""
+
+    sample_set: SampleSet | None
+    trouble: str | None = None
+    missing: bool = False
+
+
+# Run directory. The trainer writes it; its format is read here anew, so that the proof rests on the files alone.
+
+
+class StepRecordFile(Payload):
+    """`steps/step_NNNNNN.json`."""
+
+    batch: list[GroupBatchItem]
+    weights_sha256: dict[str, str]
+    result: TrainResult
+
+
+class SealedFile(Payload):
+    sha256: str
+    num_bytes: int
+
+
+class DirectoryManifest(Payload):
+    """`manifest.json` of a directory of weights or of a checkpoint."""
+
+    files: dict[str, SealedFile]
+
+
+@dataclass(frozen=True)
+class SealedDirectory:
+    """A directory of weights or of a checkpoint that is still there."""
+
+    step: int
+    path: Path
+    manifest: DirectoryManifest | None
+    hashes: dict[str, str]
+    """sha256 of each file as it is now."""
+    state_step: int | None = None
+    """What a checkpoint says it is."""
+    state_record: StepRecordFile | None = None
+    """The record of its step that a checkpoint carries."""
+
+
+@dataclass(frozen=True)
+class RunFiles:
+    """What the run directory holds of steps."""
+
+    path: Path
+    records: dict[int, StepRecordFile]
+    unreadable: dict[int, str]
+    metric_lines: list[tuple[int, dict[str, float]]]
+    """Lines of `metrics.jsonl`, in order."""
+    weights: list[SealedDirectory]
+    checkpoints: list[SealedDirectory]
+
+
+class EvidenceSource(Protocol):
+    """Where an audit reads. Everything is read when it is needed and let go of afterwards."""
+
+    async def read_run(self) -> RunHistory: ...
+
+    async def read_group(self, group: int) -> GroupHistory: ...
+
+    async def read_manifest(self, reference: BlobRef) -> StoredGroup: ...
+
+    async def read_samples(self, reference: BlobRef) -> StoredSamples: ...
+
+    async def read_session(self, session_id: str) -> RecordedSession | None: ...
+
+    async def read_digest(self, session_id: str) -> SessionDigest | None: ...
+
+    async def read_files(self) -> RunFiles: ...

@@ -1,0 +1,270 @@
+"""I1 and the order of I3 from the run's own history: what became of every group that was dispensed. Pure.
+
+The events are folded as the run's ledger does it, written anew: dispensed groups are in flight, then ready or dropped,
+and a batch is the lowest-numbered ready groups that are not stale.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+from everroll.audit.evidence import (
+    Dispensed,
+    Generation,
+    Published,
+    RunHistory,
+    Settled,
+    StepCompleted,
+    StepScheduled,
+)
+from everroll.audit.report import Breach, Findings, Invariant
+from everroll.contracts.rollout import GroupRequest, GroupResult
+from everroll.contracts.training import RunState, TrainRequest, TrainResult
+
+ONCE = "prompts dispensed in order and settled once"
+CARRIED = "state carried through continue-as-new"
+BATCHES = "batches: lowest ready groups, in order"
+STEPS = "steps scheduled once, in order"
+_I1, _I3 = Invariant.SETTLED_ONCE, Invariant.STEPS
+
+
+@dataclass
+class Account:
+    """What became of the run's groups and steps."""
+
+    dispensed: dict[int, GroupRequest] = field(default_factory=dict)
+    in_flight: set[int] = field(default_factory=set)
+    ready: dict[int, GroupResult] = field(default_factory=dict)
+    fates: dict[int, str] = field(default_factory=dict)
+    """Of settled groups: `trained`, or `dropped: <cause>`."""
+    results: dict[int, GroupResult] = field(default_factory=dict)
+    """What the run was told of each group."""
+    trained_at: dict[int, int] = field(default_factory=dict)
+    """Group to step."""
+    in_training: list[int] = field(default_factory=list)
+    requests: dict[int, TrainRequest] = field(default_factory=dict)
+    applied: dict[int, TrainResult] = field(default_factory=dict)
+    version: int = 0
+    """Published, and taken for the run's version."""
+
+
+def settle_groups(history: RunHistory, findings: Findings) -> Account:
+    """Fold all events; notes breaches of I1 and of the order of batches."""
+    fold = _Fold(history, findings)
+    for generation in history.generations:
+        fold.take_generation(generation)
+    fold.close()
+    return fold.account
+
+
+class _Fold:
+    def __init__(self, history: RunHistory, findings: Findings) -> None:
+        self.account = Account()
+        self._history = history
+        self._findings = findings
+        self._max_staleness = history.spec.rollout.max_staleness
+        self._batch_size = history.spec.rollout.groups_per_step
+        self._latest: dict[int, int] = {}
+        """Groups that came in since the last workflow task: the run may not have seen them when it took a batch."""
+
+    def take_generation(self, generation: Generation) -> None:
+        self._latest = {}
+        if generation.start is not None:
+            self._compare_carried(generation.start, generation.run_id)
+        for event in generation.events:
+            if isinstance(event, Dispensed):
+                self._dispense(event.request)
+            elif isinstance(event, Settled):
+                self._settle(event)
+            elif isinstance(event, StepScheduled):
+                self._schedule(event)
+            elif isinstance(event, StepCompleted):
+                self._complete(event)
+            elif isinstance(event, Published):
+                self._publish(event.version)
+
+    def _dispense(self, request: GroupRequest) -> None:
+        account, group = self.account, request.group
+        wanted = len(account.dispensed)
+        text = "the group was dispensed again" if group in account.dispensed else "groups are not dispensed in order"
+        breach = Breach(invariant=_I1, group=group, message=text, expected=f"group {wanted}", found=f"group {group}")
+        self._findings.expect(ONCE, group == wanted, breach)
+        account.dispensed.setdefault(group, request)
+        account.in_flight.add(group)
+
+    def _settle(self, event: Settled) -> None:
+        account, group = self.account, event.group
+        if event.result is None and event.ending not in ("canceled", "terminated"):
+            return  # it failed the run; what is left in flight is seen at the end
+        if group not in account.in_flight:
+            text = "settled again" if group in account.dispensed else "settled without having been dispensed"
+            fate = account.fates.get(group, "ready" if group in account.ready else "unknown")
+            found = "settled once more"
+            breach = Breach(invariant=_I1, group=group, message=f"the group was {text}", expected=fate, found=found)
+            self._findings.add(ONCE, breach)
+            return
+        account.in_flight.remove(group)
+        if event.result is None:
+            account.fates[group] = "dropped: skipped"
+            return
+        account.results[group] = event.result
+        if event.result.group != group:
+            text = "a group was settled with the result of another"
+            breach = Breach(
+                invariant=_I1, group=group, message=text, expected=str(group), found=str(event.result.group)
+            )
+            self._findings.add(ONCE, breach)
+        if event.result.dropped is not None:
+            account.fates[group] = f"dropped: {event.result.dropped.kind.value}"
+            return
+        account.ready[group] = event.result
+        self._latest[group] = event.task
+        self._drop_stale()
+
+    def _schedule(self, event: StepScheduled) -> None:
+        request = event.request
+        account, step = self.account, request.step
+        wanted = len(account.requests) + 1
+        fresh = step not in account.requests
+        text = "the steps are not taken in order" if fresh else "the step was handed to the trainer again"
+        breach = Breach(invariant=_I3, step=step, message=text, expected=f"step {wanted}", found=f"step {step}")
+        self._findings.expect(STEPS, step == wanted and fresh, breach)
+        self._compare_batch(request, event.task)
+        for item in request.batch:
+            account.ready.pop(item.group, None)
+            if account.trained_at.setdefault(item.group, step) != step:
+                earlier = account.trained_at[item.group]
+                breach = Breach(
+                    invariant=_I1,
+                    step=step,
+                    group=item.group,
+                    message="the group is trained twice",
+                    expected=f"step {earlier} only",
+                    found=f"step {step} too",
+                )
+                self._findings.add(ONCE, breach)
+        account.in_training = [item.group for item in request.batch]
+        account.requests.setdefault(step, request)
+
+    def _compare_batch(self, request: TrainRequest, task: int) -> None:
+        """The batch is the lowest ready groups in ascending order, each with the manifest it was settled with.
+
+        Groups that came in during the workflow task that took the batch may have been too late for it.
+        """
+        account = self.account
+        self._findings.count(_I3, BATCHES)
+        found = [item.group for item in request.batch]
+        certain = [group for group in account.ready if self._latest.get(group, -1) < task - 1]
+        passed_over = sorted(group for group in certain if group not in found and group < max(found, default=-1))
+        wrong = [group for group in found if group not in account.ready]
+        wrong += [right for left, right in pairwise(found) if left >= right] + passed_over
+        if wrong or len(found) != self._batch_size:
+            wanted = sorted(account.ready)[: self._batch_size]
+            breach = Breach(
+                invariant=_I3,
+                step=request.step,
+                group=wrong[0] if wrong else None,
+                message="the batch is not the lowest-numbered ready groups in order",
+                expected=str(wanted),
+                found=str(found),
+            )
+            self._findings.add(BATCHES, breach)
+        for item in request.batch:
+            result = account.results.get(item.group)
+            if result is not None and result.manifest != item.manifest:
+                breach = Breach(
+                    invariant=_I3,
+                    step=request.step,
+                    group=item.group,
+                    message="the batch names another manifest than the group was settled with",
+                    expected=result.manifest.sha256 if result.manifest else "none (dropped)",
+                    found=item.manifest.sha256,
+                )
+                self._findings.add(BATCHES, breach)
+
+    def _complete(self, event: StepCompleted) -> None:
+        account, step = self.account, event.requested_step
+        result = event.result
+        good = result.step == step and result.weights.version == step and step not in account.applied
+        self._findings.expect(
+            STEPS,
+            good,
+            Breach(
+                invariant=_I3,
+                step=step,
+                message="the trainer's answer is for another step, or the step was answered before",
+                expected=f"step {step}, version {step}",
+                found=f"step {result.step}, version {result.weights.version}",
+            ),
+        )
+        account.applied.setdefault(step, result)
+        for group in account.in_training:
+            account.fates[group] = "trained"
+        account.in_training = []
+
+    def _publish(self, version: int) -> None:
+        account = self.account
+        newest = max(account.applied, default=0)
+        breach = Breach(
+            invariant=_I3,
+            message="a version was published that is not the newest applied one",
+            expected=f"version {newest} or, again, {account.version}",
+            found=f"version {version}",
+        )
+        self._findings.expect(STEPS, version in (newest, account.version), breach)
+        account.version = max(version, account.version)
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        account = self.account
+        for group, result in list(account.ready.items()):
+            oldest = account.version if result.min_weight_version is None else result.min_weight_version
+            if account.version - oldest > self._max_staleness:
+                del account.ready[group]
+                account.fates[group] = "dropped: stale"
+
+    def _compare_carried(self, state: RunState, run_id: str) -> None:
+        account = self.account
+        for group in state.in_flight:
+            if account.fates.get(group) == "dropped: skipped":  # ended while the run continued as new: heard of later
+                del account.fates[group]
+                account.in_flight.add(group)
+        pairs: list[tuple[str, object, object]] = [
+            ("next group", len(account.dispensed), state.next_group),
+            ("groups in flight", sorted(account.in_flight), sorted(state.in_flight)),
+            ("groups ready", sorted(account.ready), [result.group for result in state.ready]),
+            ("steps", max(account.applied, default=0), state.step),
+            ("groups trained", list(account.fates.values()).count("trained"), state.trained_groups),
+        ]
+        for name, expected, found in pairs:
+            text = f"execution {run_id} took over other {name} than its predecessor left"
+            breach = Breach(invariant=_I1, message=text, expected=str(expected), found=str(found))
+            self._findings.expect(CARRIED, expected == found, breach)
+
+    def close(self) -> None:
+        """What is left once the events are over."""
+        account, history = self.account, self._history
+        open_ = history.state == "running"
+        finished = history.state == "completed" and not history.stopped
+        left = {
+            **dict.fromkeys(account.in_flight, "in flight"),
+            **dict.fromkeys(account.ready, "ready"),
+            **dict.fromkeys(account.in_training, "in training"),
+        }
+        for group, where in sorted(left.items()):
+            account.fates[group] = where if open_ else "ended with the run"
+            if finished:
+                text = f"the run completed, and the group was left {where}"
+                breach = Breach(
+                    invariant=_I1, group=group, message=text, expected="trained or dropped", found=f"left {where}"
+                )
+                self._findings.add(ONCE, breach)
+        if finished and len(account.applied) != history.spec.run.num_steps:
+            breach = Breach(
+                invariant=_I3,
+                message="the run completed with another number of steps",
+                expected=str(history.spec.run.num_steps),
+                found=str(len(account.applied)),
+            )
+            self._findings.add(STEPS, breach)

@@ -1,0 +1,175 @@
+"""Evidence as it lies: Temporal, store, journal and run directory. Reads, and judges nothing."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+from pathlib import Path
+
+from pydantic import ValidationError
+from temporalio.client import Client
+
+from everroll.audit.evidence import (
+    DirectoryManifest,
+    GroupHistory,
+    RunFiles,
+    RunHistory,
+    SealedDirectory,
+    StepRecordFile,
+    StoredGroup,
+    StoredSamples,
+)
+from everroll.audit.histories import HistoryReader
+from everroll.audit.report import AuditInputError
+from everroll.contracts.rollout import BlobRef, GroupManifest
+from everroll.sessions.digest import SessionDigest
+from everroll.sessions.reading import JournalReader, JournalReadError, RecordedSession
+from everroll.store import StoreError, open_store
+from everroll.tokens.samples import MalformedSamplesError, decode_samples
+
+_CHUNK_BYTES = 1 << 20
+_STEP_PREFIX = "step_"
+
+
+class RecordedEvidence:
+    """The evidence of one run where its run file says it lies."""
+
+    def __init__(self, temporal: Client, run: str, journal: JournalReader, store_url: str, run_dir: Path) -> None:
+        self._histories = HistoryReader(temporal, run)
+        self._run = run
+        self._journal = journal
+        self._store_url = store_url
+        self._run_dir = run_dir
+
+    async def read_run(self) -> RunHistory:
+        return await self._histories.read_run()
+
+    async def read_group(self, group: int) -> GroupHistory:
+        return await self._histories.read_group(group)
+
+    async def read_manifest(self, reference: BlobRef) -> StoredGroup:
+        body, trouble = await asyncio.to_thread(self._read_blob, reference)
+        try:
+            manifest = None if body is None else GroupManifest.model_validate_json(body)
+            return StoredGroup(manifest, trouble, missing=body is None)
+        except ValidationError as error:
+            return StoredGroup(None, trouble or f"blob {reference.uri} is no manifest: {error}")
+
+    async def read_samples(self, reference: BlobRef) -> StoredSamples:
+        body, trouble = await asyncio.to_thread(self._read_blob, reference)
+        try:
+            samples = None if body is None else decode_samples(body)
+            return StoredSamples(samples, trouble, missing=body is None)
+        except MalformedSamplesError as error:
+            return StoredSamples(None, trouble or f"blob {reference.uri}: {error}")
+
+    async def read_session(self, session_id: str) -> RecordedSession | None:
+        try:
+            return await self._journal.read_session(session_id)
+        except JournalReadError as error:
+            raise AuditInputError(str(error)) from error
+
+    async def read_digest(self, session_id: str) -> SessionDigest | None:
+        try:
+            return await self._journal.read_digest(session_id)
+        except JournalReadError as error:
+            raise AuditInputError(str(error)) from error
+
+    async def read_files(self) -> RunFiles:
+        if not self._run_dir.is_dir():
+            raise AuditInputError(f"run {self._run}: no run directory at {self._run_dir}; name it with --run-dir")
+        return await asyncio.to_thread(read_run_files, self._run_dir)
+
+    def _read_blob(self, reference: BlobRef) -> tuple[bytes | None, str | None]:
+        """A blob, and what is wrong with it. One that was changed is read all the same: the audit says where."""
+        store = open_store(self._store_url)
+        try:
+            return store.get(reference), None
+        except StoreError as error:
+            trouble = str(error)
+        try:
+            return (store.root / reference.uri).read_bytes(), trouble
+        except OSError:
+            return None, trouble
+
+
+def read_run_files(root: Path) -> RunFiles:
+    """What a run directory holds of steps; every file that is kept is hashed."""
+    records: dict[int, StepRecordFile] = {}
+    unreadable: dict[int, str] = {}
+    for step, path in _find_steps(root / "steps"):
+        try:
+            records[step] = StepRecordFile.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError) as error:
+            unreadable[step] = str(error)
+    return RunFiles(
+        path=root,
+        records=records,
+        unreadable=unreadable,
+        metric_lines=_read_metrics(root / "metrics.jsonl"),
+        weights=_read_all_sealed(root / "weights"),
+        checkpoints=_read_all_sealed(root / "checkpoints"),
+    )
+
+
+def _find_steps(parent: Path) -> list[tuple[int, Path]]:
+    found = [(path.name.removesuffix(".json").removeprefix(_STEP_PREFIX), path) for path in parent.glob("step_*")]
+    return sorted((int(number), path) for number, path in found if number.isdigit())
+
+
+def _read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
+    """Whole lines; one that a crash cut short ends the file and was not applied."""
+    if not path.exists():
+        return []
+    lines = []
+    for line in path.read_bytes().splitlines(keepends=True):
+        if line.endswith(b"\n"):
+            values = json.loads(line)
+            lines.append((int(values.pop("step")), values))
+    return lines
+
+
+def _read_all_sealed(parent: Path) -> list[SealedDirectory]:
+    """Every directory that is still there; a live trainer removes old ones meanwhile."""
+    found = []
+    for step, path in _find_steps(parent):
+        try:
+            found.append(_read_sealed(step, path))
+        except FileNotFoundError:
+            if path.exists():
+                raise
+    return found
+
+
+def _read_sealed(step: int, path: Path) -> SealedDirectory:
+    hashes = {
+        file.name: _hash_file(file)
+        for file in sorted(path.iterdir())
+        if file.is_file() and file.name != "manifest.json"
+    }
+    return SealedDirectory(step, path, _read_manifest(path / "manifest.json"), hashes, *_read_state(path))
+
+
+def _read_manifest(path: Path) -> DirectoryManifest | None:
+    try:
+        return DirectoryManifest.model_validate_json(path.read_bytes())
+    except (OSError, ValidationError):
+        return None
+
+
+def _read_state(path: Path) -> tuple[int | None, StepRecordFile | None]:
+    try:
+        state = json.loads((path / "trainer_state.json").read_bytes())
+        record = state["record"]
+        return int(state["step"]), None if record is None else StepRecordFile.model_validate(record)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None, None
+
+
+def _hash_file(path: Path) -> str:
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+    return digest.hexdigest()

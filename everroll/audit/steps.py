@@ -1,0 +1,130 @@
+"""I3: the run directory against the run's history. Pure.
+
+A step is applied when its record is on disk. The history says which batch was handed over for it; the record says which
+batch was trained and what weights came out; metrics, weights and checkpoints must tell the same.
+"""
+
+from __future__ import annotations
+
+from everroll.audit.evidence import RunFiles, SealedDirectory, StepRecordFile
+from everroll.audit.report import Breach, Findings, Invariant
+from everroll.audit.settlement import Account
+from everroll.contracts.spec import TrainSection
+
+RECORDS = "steps are on record once, in order"
+BATCHES = "each step trained the batch that was recorded for it"
+METRICS = "metrics have one line per step, in order"
+WEIGHTS = "weights and checkpoints are those of their step"
+_I3 = Invariant.STEPS
+
+
+def check_steps(account: Account, files: RunFiles, train: TrainSection, findings: Findings) -> None:
+    """Compare what was handed over, what is on record, and what is kept."""
+    # Otherwise checkpoints hold other files than engines load: float32 masters, or the model below its adapters.
+    shared = train.publish_dtype == "float32" and train.lora.rank == 0
+    _check_records(account, files, findings)
+    for step, record in sorted(files.records.items()):
+        _check_record(step, record, account, findings)
+    _check_metrics(files, findings)
+    for directory in files.weights:
+        _check_directory(directory, files.records.get(directory.step), findings)
+    for directory in files.checkpoints:
+        own = files.records.get(directory.step)
+        _check_directory(directory, own if shared else None, findings)
+        _check_state(directory, own, findings)
+    _check_newest(files, findings)
+
+
+def _check_records(account: Account, files: RunFiles, findings: Findings) -> None:
+    for step, text in files.unreadable.items():
+        findings.add(RECORDS, _breach(step, f"the step's record cannot be read: {text}"))
+    for step in sorted(account.applied):
+        breach = _breach(step, "the step was answered for, and is not on record", "a record", "none")
+        findings.expect(RECORDS, step in files.records or step in files.unreadable, breach)
+    handed = set(account.requests)
+    for step in sorted(files.records):
+        breach = _breach(step, "a step is on record that the run never asked for", "no record", "a record")
+        findings.expect(RECORDS, step in handed, breach)
+
+
+def _check_record(step: int, record: StepRecordFile, account: Account, findings: Findings) -> None:
+    request, answer = account.requests.get(step), account.applied.get(step)
+    if request is not None:
+        known = [(item.group, item.manifest.sha256) for item in request.batch]
+        found = [(item.group, item.manifest.sha256) for item in record.batch]
+        breach = _breach(step, "another batch was trained than was handed over", _names(known), _names(found))
+        pairs = zip(known, found, strict=False)
+        first = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
+        if first is not None:
+            breach = breach.model_copy(update={"group": found[first][0]})
+        findings.expect(BATCHES, known == found, breach)
+    groups = [item.group for item in record.batch]
+    breach = _breach(step, "the batch is not ordered by group", str(sorted(groups)), str(groups))
+    findings.expect(BATCHES, groups == sorted(set(groups)), breach)
+    found_step, version = record.result.step, record.result.weights.version
+    breach = _breach(step, "the record is that of another step", f"step {step}", f"step {found_step}, {version=}")
+    findings.expect(RECORDS, (found_step, version) == (step, step), breach)
+    if answer is not None:
+        same = (answer.weights, answer.metrics) == (record.result.weights, record.result.metrics)
+        breach = _breach(step, "the run was told other results than are on record", str(answer.weights), "")
+        findings.expect(RECORDS, same, breach.model_copy(update={"found": str(record.result.weights)}))
+
+
+def _check_metrics(files: RunFiles, findings: Findings) -> None:
+    """A line is written just before the record, so the last one may be ahead of the records by one."""
+    steps = [step for step, _ in files.metric_lines]
+    wanted = list(range(1, len(steps) + 1))
+    first = next((index for index, step in enumerate(steps) if step != wanted[index]), None)
+    if first is not None:
+        text = f"line {first + 1} of metrics.jsonl is of another step"
+        findings.add(METRICS, _breach(wanted[first], text, f"step {wanted[first]}", f"step {steps[first]}"))
+    for step, values in files.metric_lines:
+        record = files.records.get(step)
+        if record is not None:
+            name = next((name for name, value in record.result.metrics.items() if values.get(name) != value), None)
+            breach = _breach(step, f"metrics.jsonl tells another {name} than the step's record")
+            findings.expect(METRICS, name is None, breach)
+    for step in sorted(set(files.records) - set(steps)):
+        findings.add(METRICS, _breach(step, "the step has no line in metrics.jsonl", "one line", "none"))
+
+
+def _check_directory(directory: SealedDirectory, record: StepRecordFile | None, findings: Findings) -> None:
+    """Files are those of the manifest, and weights those of the step's record."""
+    step = directory.step
+    if directory.manifest is None:
+        findings.expect(WEIGHTS, False, _breach(step, f"{directory.path} has no manifest"))
+        return
+    listed = {name: entry.sha256 for name, entry in directory.manifest.files.items()}
+    for name in sorted({**listed, **directory.hashes}):
+        known, found = listed.get(name, "not listed"), directory.hashes.get(name, "missing")
+        findings.expect(WEIGHTS, known == found, _breach(step, f"{directory.path / name} was changed", known, found))
+    for name, known in (record.weights_sha256 if record else {}).items():
+        found = directory.hashes.get(name, "missing")
+        breach = _breach(step, f"{directory.path / name} is not what the step made", known, found)
+        findings.expect(WEIGHTS, known == found, breach)
+
+
+def _check_state(directory: SealedDirectory, record: StepRecordFile | None, findings: Findings) -> None:
+    """A checkpoint says of itself what it is, and carries its step's record."""
+    step = directory.step
+    breach = _breach(step, "the checkpoint says it is of another step", str(step), str(directory.state_step))
+    findings.expect(WEIGHTS, directory.state_step == step, breach)
+    if record is not None and directory.state_record is not None:
+        breach = _breach(step, "the checkpoint carries another record of its step than the run directory")
+        findings.expect(WEIGHTS, directory.state_record == record, breach)
+
+
+def _check_newest(files: RunFiles, findings: Findings) -> None:
+    newest = max(files.records, default=0)
+    held = {directory.step for directory in files.weights}
+    if newest:
+        breach = _breach(newest, "the weights of the newest step are gone", "a directory", "none")
+        findings.expect(WEIGHTS, newest in held, breach)
+
+
+def _names(batch: list[tuple[int, str]]) -> str:
+    return ", ".join(f"group {group} ({sha256[:12]})" for group, sha256 in batch)
+
+
+def _breach(step: int, message: str, expected: str | None = None, found: str | None = None) -> Breach:
+    return Breach(invariant=_I3, step=step, message=message, expected=expected, found=found)

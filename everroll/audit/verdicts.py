@@ -1,0 +1,121 @@
+"""I1 and I6 for one group: its own history, what the run was told, the manifest, and what agents reported. Pure."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+from everroll.audit.evidence import EpisodeHistory, GroupHistory
+from everroll.audit.report import Breach, Findings, Invariant
+from everroll.contracts.outcomes import CauseKind, SampleStatus
+from everroll.contracts.rollout import DatasetRef, EpisodeOutcome, GroupManifest, GroupResult
+from everroll.prompts import compute_prompt_index
+
+PROMPTS = "episodes play the prompt that is their group's turn"
+TOLD = "groups end as the run was told"
+VERDICTS = "trained episodes have a verdict"
+REWARDS = "rewards equal what the episodes reported"
+REFERENCES = "manifests name the samples that were collected"
+MEMBERS = "trained groups are whole"
+_I1, _I6 = Invariant.SETTLED_ONCE, Invariant.VERDICTS
+
+
+def check_prompts(group: int, history: GroupHistory, dataset: DatasetRef | None, findings: Findings) -> None:
+    """Every episode played the prompt of the Feistel order, of the data set that the run began with."""
+    for session_id, episode in history.episodes.items():
+        key, reference = episode.request.key, episode.request.dataset
+        where = {"group": group, "member": key.member, "session_id": session_id}
+        breach = _breach(_I1, "the episode was given another data set", where, dataset, reference)
+        if not findings.expect(PROMPTS, reference == dataset, breach):
+            continue
+        found = episode.report.prompt_index if episode.report else None
+        wanted = compute_prompt_index(group, reference.num_prompts, reference.seed, reference.shuffle)
+        breach = _breach(_I1, "the episode played another prompt than its group's", where, wanted, found)
+        findings.expect(PROMPTS, found is None or found == wanted, breach)
+
+
+def check_told(group: int, history: GroupHistory, told: GroupResult, findings: Findings) -> None:
+    """The run settled the group with the result that the group itself gave."""
+    breach = _breach(_I1, "the run was told another result than the group gave", {"group": group}, None, None)
+    if history.result is None:
+        findings.expect(TOLD, False, breach.model_copy(update={"expected": "none: it has not completed"}))
+        return
+    own, heard = history.result.model_dump(), told.model_dump()
+    field = next((name for name in own if own[name] != heard[name]), None)
+    if field is not None:
+        breach = breach.model_copy(
+            update={"field": field, "expected": str(own[field])[:200], "found": str(heard[field])[:200]}
+        )
+    findings.expect(TOLD, field is None, breach)
+
+
+def check_manifest(
+    group: int, step: int, history: GroupHistory, manifest: GroupManifest, num_members: int, findings: Findings
+) -> None:
+    """What the trainer read of a group is what its history says, and every member of it may be trained."""
+    where: Mapping[str, object] = {"step": step, "group": group}
+    members = [outcome.key.member for outcome in manifest.outcomes]
+    breach = _breach(_I6, "the group's members are not all there, once each", where, list(range(num_members)), members)
+    findings.expect(MEMBERS, members == list(range(num_members)) and manifest.group == group, breach)
+    if history.stored is not None and history.stored.outcomes != manifest.outcomes:
+        pairs = zip(history.stored.outcomes, manifest.outcomes, strict=False)
+        member = next((index for index, (known, found) in enumerate(pairs) if known != found), None)
+        breach = _breach(_I6, "the manifest is not what the group handed to the store", where, None, None)
+        findings.add(REFERENCES, breach.model_copy(update={"member": member}))
+    for outcome in manifest.outcomes:
+        _check_outcome(where, history, outcome, findings)
+
+
+def _check_outcome(
+    where: Mapping[str, object], history: GroupHistory, outcome: EpisodeOutcome, findings: Findings
+) -> None:
+    session_id = outcome.key.session_id
+    where = {**where, "member": outcome.key.member, "session_id": session_id}
+    episode = history.episodes.get(session_id)
+    trouble = _find_no_verdict(outcome, episode)
+    breach = _breach(_I6, "an episode without a verdict is trained", where, "completed or truncated", trouble)
+    findings.expect(VERDICTS, trouble is None, breach)
+    if episode is None or episode.report is None:
+        breach = _breach(_I6, "the group's history knows no report of the episode", where, "a report", "none")
+        findings.expect(REWARDS, False, breach)
+        return
+    reported = episode.report.reward
+    breach = _breach(_I6, "the reward is not what the episode reported", where, repr(reported), repr(outcome.reward))
+    findings.expect(REWARDS, _is_same(reported, outcome.reward), breach.model_copy(update={"field": "reward"}))
+    known = episode.collected.samples if episode.collected else None
+    breach = _breach(
+        _I6,
+        "the samples are not those that were collected from the episode's session",
+        where,
+        known.blob.uri if known else "none",
+        outcome.samples.blob.uri if outcome.samples else "none",
+    )
+    findings.expect(REFERENCES, known == outcome.samples, breach)
+
+
+def _find_no_verdict(outcome: EpisodeOutcome, episode: EpisodeHistory | None) -> str | None:
+    """Why an outcome must not be trained; None if it may."""
+    if not outcome.status.has_verdict:
+        return outcome.status.value
+    if outcome.reward is None or not math.isfinite(outcome.reward):
+        return f"reward {outcome.reward}"
+    if episode is None or episode.report is None or episode.collected is None:
+        return "an episode that did not end, or was not collected"
+    if episode.report.status is not SampleStatus.COMPLETED:
+        return f"{outcome.status.value}, where the episode reported {episode.report.status.value}"
+    if not episode.collected.status.has_verdict:
+        return f"{outcome.status.value}, where its collection gave {episode.collected.status.value}"
+    trouble = episode.collected.engine_cause
+    if trouble is not None and trouble.kind is CauseKind.ENGINE:
+        return f"{outcome.status.value}, where its last model call failed: {trouble}"
+    return None
+
+
+def _is_same(reported: float | None, trained: float | None) -> bool:
+    return reported is not None and trained is not None and reported.hex() == trained.hex()
+
+
+def _breach(invariant: Invariant, message: str, where: Mapping[str, object], expected: object, found: object) -> Breach:
+    return Breach.model_validate(
+        {"invariant": invariant, "message": message, **where, "expected": str(expected), "found": str(found)}
+    )

@@ -1,0 +1,265 @@
+"""A finished run of the real parts (workers, session server, embedded engine, trainer), and how to tamper with it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import json
+import shutil
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from everroll.agents import Episode
+from everroll.audit.evidence import GroupHistory, RunFiles, RunHistory, StoredGroup, StoredSamples
+from everroll.audit.report import AuditReport
+from everroll.audit.run import audit_evidence
+from everroll.audit.sources import RecordedEvidence
+from everroll.client import EverrollClient
+from everroll.contracts.rollout import BlobRef, GroupManifest
+from everroll.contracts.spec import RunSpec
+from everroll.sessions.digest import SessionDigest
+from everroll.sessions.reading import RecordedSession, open_journal_reader
+from everroll.sessions.server import SessionServerSettings, open_app
+from everroll.store import LocalStore
+from everroll.tokens.renderer import load_renderer
+from everroll.tokens.samples import Sample, SampleSet, decode_samples, encode_samples
+from tests.conftest import TemporalServer
+from tests.engine_helpers import running_engine
+from tests.session_helpers import ADMIN_KEY, build_tokenizer, model_section, serve_app, write_model_dir
+from worker.build import build_worker
+from worker.settings import Role, WorkerSettings
+
+NUM_STEPS = 2
+GROUPS_PER_STEP = 2
+MEMBERS = 2
+_RUN_SECONDS = 60.0
+
+
+async def play(episode: Episode) -> float:
+    """Two turns of one conversation; members differ in their reward."""
+    client = episode.openai()
+    messages = list(episode.prompt.messages)
+    for _ in range(2):
+        answer = await client.chat.completions.create(model=episode.model, messages=messages)
+        message = answer.choices[0].message
+        if answer.choices[0].finish_reason == "length":
+            break
+        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+    return 0.25 + episode.key.member / 3
+
+
+@dataclasses.dataclass(frozen=True)
+class FinishedRun:
+    """Where a run's evidence lies."""
+
+    home: Path
+    run: str
+    temporal: TemporalServer
+
+    @property
+    def journal(self) -> Path:
+        return self.home / "sessions.sqlite"
+
+    @property
+    def store(self) -> LocalStore:
+        return LocalStore(self.home / "store")
+
+    @property
+    def run_dir(self) -> Path:
+        return self.home / "runs" / self.run
+
+    def copy(self, home: Path) -> FinishedRun:
+        """The same evidence in another place, to be tampered with."""
+        shutil.copytree(self.home, home, ignore=shutil.ignore_patterns("model"))
+        return dataclasses.replace(self, home=home)
+
+    def arguments(self) -> list[str]:
+        """Of `everroll audit`."""
+        places = ("--journal", str(self.journal), "--store", str(self.store.root), "--run-dir", str(self.run_dir))
+        return ["audit", self.run, *places, "--address", self.temporal.address]
+
+    def manifests(self) -> list[GroupManifest]:
+        paths = sorted((self.store.root / self.run / "groups").glob("*/*.json"))
+        return [GroupManifest.model_validate_json(path.read_bytes()) for path in paths]
+
+    def edit_journal(self, sql: str, *values: object) -> None:
+        with contextlib.closing(sqlite3.connect(self.journal)) as connection, connection:
+            assert connection.execute(sql, values).rowcount > 0, sql
+
+    def select(self, sql: str, *values: object) -> list[tuple[object, ...]]:
+        with contextlib.closing(sqlite3.connect(self.journal)) as connection:
+            return connection.execute(sql, values).fetchall()
+
+
+def make_finished_run(home: Path, name: str, task_queue: str, temporal: TemporalServer) -> FinishedRun:
+    """Play the whole run in this process; everything in it is the real thing."""
+    make_model(home / "model")
+    (home / "prompts.jsonl").write_text("".join(json.dumps({"text": f"say {n}"}) + "\n" for n in range(5)))
+    with running_engine(home / "model") as engine_url:
+        asyncio.run(_play_run(home, name, task_queue, temporal, engine_url))
+    return FinishedRun(home, name, temporal)
+
+
+def make_model(directory: Path) -> None:
+    """Random weights over the byte tokenizer's vocabulary."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=build_tokenizer().get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    write_model_dir(directory)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+async def _play_run(home: Path, name: str, task_queue: str, temporal: TemporalServer, engine_url: str) -> None:
+    client = await EverrollClient.connect(temporal.address, temporal.namespace)
+    server = SessionServerSettings(
+        model=model_section(home / "model"), engine_urls=[engine_url], journal_path=str(home / "sessions.sqlite")
+    )
+    settings = WorkerSettings(task_queue=task_queue, admin_key=ADMIN_KEY, torch_threads=1, graceful_shutdown_seconds=0)
+    async with contextlib.AsyncExitStack() as stack:
+        app = await stack.enter_async_context(open_app(server, load_renderer(server.model), ADMIN_KEY))
+        session_url = await stack.enter_async_context(serve_app(app))
+        for role in Role:
+            worker = await stack.enter_async_context(build_worker(role, client.temporal, settings))
+            await stack.enter_async_context(worker)
+        await client.start(build_run_spec(home, name, task_queue, session_url, engine_url))
+        async with asyncio.timeout(_RUN_SECONDS):
+            await client.result(name)
+
+
+def build_run_spec(home: Path, name: str, task_queue: str, session_url: str, engine_url: str) -> RunSpec:
+    return RunSpec.model_validate(
+        {
+            "run": {"name": name, "num_steps": NUM_STEPS, "seed": 3, "output_dir": str(home / "runs")},
+            "model": model_section(home / "model"),
+            "data": {"path": str(home / "prompts.jsonl"), "seed": 1},
+            "rollout": {
+                "agent": {"function": "tests.audit_helpers:play"},
+                "sampling": {"max_tokens": 12, "stop_token_ids": list(range(60))},
+                "groups_per_step": GROUPS_PER_STEP,
+                "episodes_per_group": MEMBERS,
+                "max_seq_len": 64,
+            },
+            "train": {"learning_rate": 1e-3, "device": "cpu"},
+            "services": {
+                "task_queue": task_queue,
+                "session_url": session_url,
+                "engine_urls": [engine_url],
+                "store_url": str(home / "store"),
+            },
+        }
+    )
+
+
+class Tampered(RecordedEvidence):
+    """The evidence of a run, some of it altered between reading and checking.
+
+    Temporal's history cannot be edited on disk, and neither can a blob such that its reference still fits.
+    """
+
+    change_run: Callable[[RunHistory], RunHistory] | None = None
+    change_group: Callable[[GroupHistory], GroupHistory] | None = None
+    change_manifest: Callable[[GroupManifest], GroupManifest] | None = None
+    change_samples: Callable[[SampleSet], SampleSet] | None = None
+    change_session: Callable[[RecordedSession], RecordedSession] | None = None
+    digests: dict[str, SessionDigest] | None = None
+
+    async def read_run(self) -> RunHistory:
+        history = await super().read_run()
+        return self.change_run(history) if self.change_run else history
+
+    async def read_group(self, group: int) -> GroupHistory:
+        history = await super().read_group(group)
+        return self.change_group(history) if self.change_group else history
+
+    async def read_manifest(self, reference: BlobRef) -> StoredGroup:
+        stored = await super().read_manifest(reference)
+        if self.change_manifest is None or stored.manifest is None:
+            return stored
+        return dataclasses.replace(stored, manifest=self.change_manifest(stored.manifest))
+
+    async def read_samples(self, reference: BlobRef) -> StoredSamples:
+        stored = await super().read_samples(reference)
+        if self.change_samples is None or stored.sample_set is None:
+            return stored
+        return dataclasses.replace(stored, sample_set=self.change_samples(stored.sample_set))
+
+    async def read_session(self, session_id: str) -> RecordedSession | None:
+        session = await super().read_session(session_id)
+        return self.change_session(session) if self.change_session and session else session
+
+    async def read_files(self) -> RunFiles:
+        return await super().read_files()
+
+
+def audit_tampered(finished: FinishedRun, tamper: Callable[[Tampered], None]) -> AuditReport:
+    """Audit with what `tamper` sets."""
+
+    async def body() -> AuditReport:
+        client = await EverrollClient.connect(finished.temporal.address, finished.temporal.namespace)
+        journal = open_journal_reader(str(finished.journal))
+        source = Tampered(client.temporal, finished.run, journal, str(finished.store.root), finished.run_dir)
+        tamper(source)
+        try:
+            return await audit_evidence(source)
+        finally:
+            await journal.close()
+
+    return asyncio.run(body())
+
+
+def change_sample(sample_set: SampleSet, **arrays: npt.NDArray[np.generic]) -> SampleSet:
+    """The set with arrays of its first sample replaced."""
+    first = dataclasses.replace(sample_set.samples[0], **arrays)  # type: ignore[arg-type]
+    return dataclasses.replace(sample_set, samples=(first, *sample_set.samples[1:]))
+
+
+def replace_at(array: npt.NDArray[np.generic], position: int, value: object) -> npt.NDArray[np.generic]:
+    changed = array.copy()
+    changed[position] = value
+    return changed
+
+
+def next_ulp(value: np.float32) -> np.float32:
+    return np.nextafter(value, np.float32(-100), dtype=np.float32)
+
+
+def rewrite_blob(store: LocalStore, reference: BlobRef, change: Callable[[Sample], Sample]) -> None:
+    """Change the samples of a blob in place; its hash no longer fits."""
+    sample_set = decode_samples(store.get(reference))
+    samples = (change(sample_set.samples[0]), *sample_set.samples[1:])
+    (store.root / reference.uri).write_bytes(encode_samples(dataclasses.replace(sample_set, samples=samples)))
+
+
+def reseal(directory: Path) -> None:
+    """Make a directory's manifest fit its files, as somebody would who knows how it is made."""
+    path = directory / "manifest.json"
+    manifest = json.loads(path.read_text())
+    for name in manifest["files"]:
+        body = (directory / name).read_bytes()
+        manifest["files"][name] = {"sha256": hashlib.sha256(body).hexdigest(), "num_bytes": len(body)}
+    path.write_text(json.dumps(manifest))
+
+
+@contextlib.contextmanager
+def edited_json(path: Path) -> Iterator[dict[str, object]]:
+    """A JSON file's object, written back afterwards."""
+    value: dict[str, object] = json.loads(path.read_text())
+    yield value
+    path.write_text(json.dumps(value))
