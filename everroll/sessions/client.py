@@ -51,6 +51,14 @@ class EmptySamples:
     engine_trouble: Cause | None = None
 
 
+@dataclass(frozen=True)
+class Swept:
+    """What a sweep did, in sessions."""
+
+    num_released: int
+    num_deleted: int
+
+
 class SessionClient:
     """Calls to one session server. The caller owns the HTTP client, and its timeouts."""
 
@@ -66,10 +74,12 @@ class SessionClient:
         seed: int,
         attempt: int | None = None,
         min_weight_version: int | None = None,
+        run: str | None = None,
     ) -> SessionHandle:
         """Create the session, or open it again; `attempt` grows with each attempt at the episode.
 
-        No turn is sampled by weights older than `min_weight_version`.
+        No turn is sampled by weights older than `min_weight_version`. `run` is the run it belongs to, where its id does
+        not say so as `<run>-<group>-<member>-<attempt>` does.
         """
         body = {
             "session_id": session_id,
@@ -77,6 +87,7 @@ class SessionClient:
             "seed": seed,
             "attempt": attempt,
             "min_weight_version": min_weight_version,
+            "run": run,
         }
         answer = parse_json(await self._call("POST", "/sessions", body))
         api_key, num_turns = answer.get("api_key"), answer.get("num_turns")
@@ -104,6 +115,32 @@ class SessionClient:
     async def describe(self, session_id: str) -> dict[str, object]:
         """The session's records, for people."""
         return parse_json(await self._call("GET", _path(session_id)))
+
+    async def end_run(self, run: str) -> None:
+        """Say that a run has ended: what it left unreleased is released, and its retention begins. Harmless to repeat;
+        a session of the run that is opened again takes it back."""
+        await self._call("POST", f"/runs/{quote(run, safe='')}/ended")
+
+    async def sweep(self, idle_seconds: float | None = None) -> Swept:
+        """Release what nobody uses any more, and delete what has expired.
+
+        Args:
+            idle_seconds: how long a session must have gone unused; default: the server's limit.
+        """
+        released: set[str] = set()
+        deleted = 0
+        while True:
+            answer = parse_json(await self._call("POST", "/sweep", {"idle_seconds": idle_seconds}))
+            unused, count = answer.get("unused"), answer.get("deleted")
+            if not isinstance(unused, list) or not isinstance(count, int):
+                raise BadAnswerError(f"POST {self.base_url}/sweep answered {answer!r:.200}")
+            deleted += count
+            remaining = [session_id for session_id in unused if session_id not in released]
+            if not remaining:
+                return Swept(len(released), deleted)
+            for session_id in remaining:
+                await self.release(session_id)
+                released.add(session_id)
 
     async def info(self) -> dict[str, object]:
         """What the server serves: model_path, renderer, tokenizer_fingerprint, engine_urls, versions."""

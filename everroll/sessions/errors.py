@@ -5,13 +5,16 @@
         PromptRefusedError   400     no: an engine refused it (the prompt is too long, for one)
       UnauthorizedError      401     no
       UnknownSessionError    404     no
+      UnknownModelError      404     no: only the run's model is served
       SlowBodyError          408     yes: the request's body did not arrive in time
       ConflictError          409     no: contradicts what is recorded (a length end, other sampling values)
       ReleasedSessionError   410     no: the session was released
       BodyTooLargeError      413     no
+      NotOwnerError          421     yes: another session server holds the session; `peers` asks that one
       AssemblyError          422     no: samples cannot be assembled
       TokenInvariantError    500     no: a bug in Everroll or in a chat renderer
-      JournalError           500     yes: the journal could not be written; nothing was answered
+      JournalError           503     yes: the journal is away; nothing was answered
+        StorageFullError     507     once there is room: the journal has reached its limit, or its disk is full
       UnexpectedError        500     no: any other exception, a bug
       EngineFailureError             no engine gave a usable answer
         BrokenAnswerError    502     maybe: the engine's answer is malformed; nothing was recorded
@@ -55,6 +58,11 @@ class UnknownSessionError(SessionError):
     kind = "unknown_session"
 
 
+class UnknownModelError(SessionError):
+    status = 404
+    kind = "unknown_model"
+
+
 class SlowBodyError(SessionError):
     status = 408
     kind = "slow_body"
@@ -85,9 +93,21 @@ class TokenInvariantError(SessionError):
     kind = "token_invariant"
 
 
+class NotOwnerError(SessionError):
+    """Another session server holds the session, or has taken it over meanwhile."""
+
+    status = 421
+    kind = "not_owner"
+
+
 class JournalError(SessionError):
-    status = 500
+    status = 503
     kind = "journal_error"
+
+
+class StorageFullError(JournalError):
+    status = 507
+    kind = "storage_full"
 
 
 class UnexpectedError(SessionError):

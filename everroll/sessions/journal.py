@@ -1,239 +1,252 @@
-"""The journal: every turn, in SQLite, before an agent sees it.
+"""The journal: every turn, in a database, before an agent sees it.
 
-One thread writes. It takes whatever has queued up meanwhile, commits it as one transaction, and only then are the
-callers told: durability costs one disk flush per group of turns, not per turn.
-
-With `synchronous = "full"` (default) each commit is flushed to disk: neither a killed process nor a crashed machine
-loses an answered turn. With `"normal"` a killed process loses nothing, and a crashed machine can lose the last seconds;
-the file stays consistent in both.
+It also says which server holds which session. A session has one owner at a time, in an epoch that grows with each
+time it is claimed; every write names its epoch, so that an owner that was given up for dead cannot write any more.
+Owners prove that they live by a lease, one row for each server.
 """
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
-import fcntl
-import queue
-import sqlite3
-import threading
-from collections.abc import Callable
+import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Literal, TypeVar
+from typing import Literal
 
-from everroll.sessions.errors import JournalError
+from everroll.sessions.database import Database, Statement
+from everroll.sessions.errors import JournalError, NotOwnerError
 from everroll.sessions.journal_rows import (
-    INSERT_SESSION,
-    INSERT_TURN,
-    SCHEMA,
-    SCHEMA_VERSION,
+    NUM_SESSION_COLUMNS,
+    NUM_TURN_COLUMNS,
+    SESSION_COLUMNS,
+    TURN_COLUMNS,
     decode_session,
     decode_turn,
     encode_session,
     encode_turn,
 )
-from everroll.sessions.records import Session, SessionRecord, Turn
+from everroll.sessions.records import Claim, Session, SessionRecord, Turn
+from everroll.sessions.sqlite_database import open_sqlite
 
-_MAX_GROUP = 512
-_WRITE_TIMEOUT_SECONDS = 60.0
-_BUSY_TIMEOUT_SECONDS = 30.0
+LEASE_SECONDS = 10.0
+"""How long a server that has fallen silent keeps its sessions."""
+_POSTGRES = ("postgresql://", "postgres://")
 
-_T = TypeVar("_T")
-_Statement = tuple[str, tuple[Any, ...]]
-
-
-@dataclass(eq=False)
-class _Job:
-    """Statements that succeed or fail together."""
-
-    statements: tuple[_Statement, ...]
-    done: asyncio.Future[None]
+_FENCE = "(SELECT session_id FROM sessions WHERE session_id = $1 AND epoch = $2 {lock})"
+_SAME = " AND ".join(
+    f"turns.{name} = excluded.{name}" for name in ("request_key", "completion_ids", "logprobs", "created_at")
+)
 
 
-class SqliteJournal:
-    """Sessions and turns in one SQLite file. Open it with `open_journal`."""
+def _numbers(first: int, count: int) -> str:
+    return ", ".join(f"${number}" for number in range(first, first + count))
 
-    def __init__(self, path: Path, lock: IO[bytes], writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
-        self.path = path
-        self._lock = lock
-        self._writer = writer
-        self._reader = reader
-        self._reader_lock = threading.Lock()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
-        self._loop = asyncio.get_running_loop()
-        self._thread = threading.Thread(target=self._write_forever, name="journal-writer", daemon=True)
-        self._thread.start()
 
-    async def create_session(self, record: SessionRecord) -> None:
-        """Write a new session; nothing happens if there is one of this id."""
-        await self._write((INSERT_SESSION, encode_session(record)))
+_INSERT_SESSION = (
+    f"INSERT INTO sessions ({SESSION_COLUMNS}, used_at, owner, epoch) "
+    f"VALUES ({_numbers(1, NUM_SESSION_COLUMNS)}, {{now}}, ${NUM_SESSION_COLUMNS + 1}, 1) ON CONFLICT DO NOTHING"
+)
+# The same turn again is no error: after a lost connection it may be there already. Another one in its place is.
+_INSERT_TURN = (
+    f"INSERT INTO turns (session_id, {TURN_COLUMNS}) VALUES ({_FENCE}, {_numbers(3, NUM_TURN_COLUMNS)}) "
+    f"ON CONFLICT (session_id, turn_index) DO UPDATE SET turn_index = CASE WHEN {_SAME} THEN turns.turn_index END"
+)
+_TOUCH_TURN = (
+    f"UPDATE turns SET session_id = {_FENCE}, attempt = CASE WHEN attempt < $4 THEN $4 ELSE attempt END "
+    "WHERE session_id = $1 AND turn_index = $3"
+)
+_SET = "UPDATE sessions SET epoch = CASE WHEN epoch = $2 THEN epoch END, {{}} WHERE session_id = $1"
+_SET_ATTEMPT = _SET.replace("{{}}", "attempt = $3, used_at = {now}")
+_SET_USED = _SET.replace("{{}}", "used_at = {now}")
+_SET_RELEASED = _SET.replace("{{}}", "released_at = $3")
+_SET_MAX_SEQ_LEN = _SET.replace("{{}}", "max_seq_len = $3")
+_FORGET_END = "DELETE FROM runs WHERE run = $1"
+_OWNER_LIVES = "EXISTS (SELECT 1 FROM servers WHERE server_id = sessions.owner AND expires_at > {now})"
+_CLAIM = (
+    "UPDATE sessions SET owner = $2, epoch = epoch + 1 WHERE session_id = $1 AND released_at IS NULL "
+    f"AND (owner = $2 OR NOT {_OWNER_LIVES})"
+)
+_RENEW = (
+    "INSERT INTO servers (server_id, url, expires_at) VALUES ($1, $2, {now} + $3) "
+    "ON CONFLICT (server_id) DO UPDATE SET url = excluded.url, expires_at = excluded.expires_at"
+)
 
-    async def append_turn(self, session_id: str, turn: Turn, attempt: int) -> None:
-        """Write a turn. When this returns, the turn is durable."""
-        await self._write((INSERT_TURN, encode_turn(session_id, turn, attempt)))
 
-    async def touch_turn(self, session_id: str, index: int, attempt: int) -> None:
-        """Note that a recorded turn was served again in this attempt."""
-        await self._write(
-            (
-                "UPDATE turns SET attempt = max(attempt, ?) WHERE session_id = ? AND turn_index = ?",
-                (attempt, session_id, index),
-            )
+@dataclass(frozen=True)
+class Owner:
+    """The server that holds a session."""
+
+    server_id: str
+    url: str
+    """Where the other servers reach it; empty if they cannot."""
+
+
+class Journal:
+    """Sessions, turns, digests, and who holds them. Open it with `open_journal`."""
+
+    def __init__(self, database: Database, server_id: str, url: str, lease_seconds: float) -> None:
+        self.database = database
+        self.server_id = server_id
+        self.lease_seconds = lease_seconds
+        self._url = url
+
+    async def create_session(self, record: SessionRecord) -> Session | None:
+        """Write a new session and hold it; None if there is one of this id."""
+        statements = [Statement(_INSERT_SESSION, (*encode_session(record), self.server_id))]
+        if record.run:
+            statements.append(Statement(_FORGET_END, (record.run,)))
+        await self.database.write(*statements)
+        ((owner, epoch, created_at),) = await self.database.read(
+            "SELECT owner, epoch, created_at FROM sessions WHERE session_id = $1", record.session_id
         )
+        mine = (owner, epoch, created_at) == (self.server_id, 1, record.created_at)
+        return Session(record, epoch=1) if mine else None
 
-    async def set_attempt(self, session_id: str, attempt: int) -> None:
-        await self._write(("UPDATE sessions SET attempt = ? WHERE session_id = ?", (attempt, session_id)))
+    async def claim_session(self, session_id: str) -> Session | None:
+        """Hold a session and read it with all its turns; None when there is none. A released one is only read.
 
-    async def release_session(self, session_id: str, released_at: float) -> None:
+        Raises:
+            NotOwnerError: a server that lives holds it.
+        """
+        row = await self._select_session(session_id)
+        if row is not None and row[0].released_at is None:
+            await self.database.write(Statement(_CLAIM, (session_id, self.server_id)))
+            row = await self._select_session(session_id)
+        if row is None:
+            return None
+        record, owner, epoch = row
+        if record.released_at is None and owner != self.server_id:
+            raise NotOwnerError(f"session {session_id} is held by another session server")
+        session = Session(record, epoch=epoch)
+        await self._load_turns(session)
+        return session
+
+    async def read_session(self, session_id: str) -> Session | None:
+        """A session with all its turns, without holding it; None when there is none."""
+        row = await self._select_session(session_id)
+        if row is None:
+            return None
+        session = Session(row[0], epoch=0)
+        await self._load_turns(session)
+        return session
+
+    async def holds(self, claim: Claim) -> bool:
+        """Whether this server still is what it thinks it is."""
+        rows = await self.database.read(
+            "SELECT 1 FROM sessions WHERE session_id = $1 AND epoch = $2 AND owner = $3",
+            *(claim.session_id, claim.epoch, self.server_id),
+        )
+        return bool(rows)
+
+    async def append_turn(self, claim: Claim, turn: Turn, attempt: int) -> None:
+        """Write a turn. When this returns, the turn is durable."""
+        await self.database.write(Statement(_INSERT_TURN, (*_key(claim), *encode_turn(turn, attempt))))
+
+    async def touch_turn(self, claim: Claim, index: int, attempt: int) -> None:
+        """Note that a recorded turn was served again in this attempt."""
+        await self.database.write(Statement(_TOUCH_TURN, (*_key(claim), index, attempt)))
+
+    async def set_attempt(self, claim: Claim, attempt: int, run: str) -> None:
+        """Note a later attempt; its run goes on, whatever was said of its end."""
+        await self.database.write(Statement(_SET_ATTEMPT, (*_key(claim), attempt)), Statement(_FORGET_END, (run,)))
+
+    async def set_max_seq_len(self, claim: Claim, max_seq_len: int | None) -> None:
+        """Note the length that samples were truncated to when they were collected last."""
+        await self.database.write(Statement(_SET_MAX_SEQ_LEN, (*_key(claim), max_seq_len)))
+
+    async def set_used(self, claims: Sequence[Claim]) -> None:
+        """Note that sessions were used up to now. Those that have gone to other servers are left out."""
+        for claim in claims:
+            try:
+                await self.database.write(Statement(_SET_USED, _key(claim)))
+            except NotOwnerError:
+                continue
+
+    async def release_session(self, claim: Claim, released_at: float) -> None:
         """Mark a session as released. Turns handed in before are in the journal when this returns."""
-        await self._write(("UPDATE sessions SET released_at = ? WHERE session_id = ?", (released_at, session_id)))
+        await self.database.write(Statement(_SET_RELEASED, (*_key(claim), released_at)))
 
     async def write_digest(self, session_id: str, digest: str, num_turns: int) -> None:
-        """Keep the digest of a released session; it stays when the turns are gone."""
-        await self._write(("INSERT OR REPLACE INTO digests VALUES (?, ?, ?)", (session_id, digest, num_turns)))
-
-    async def load_session(self, session_id: str) -> Session | None:
-        """Read a session with all its turns; None when there is none."""
-        return await self._read(lambda reader: _select_session(reader, session_id))
+        """Keep the digest of a released session; it stays when the turns are gone, and never changes."""
+        sql = "INSERT INTO digests (session_id, digest, num_turns) VALUES ($1, $2, $3) ON CONFLICT DO NOTHING"
+        await self.database.write(Statement(sql, (session_id, digest, num_turns)))
 
     async def load_digest(self, session_id: str) -> str | None:
-        def select(reader: sqlite3.Connection) -> str | None:
-            row = reader.execute("SELECT digest FROM digests WHERE session_id = ?", (session_id,)).fetchone()
-            return None if row is None else str(row[0])
+        rows = await self.database.read("SELECT digest FROM digests WHERE session_id = $1", session_id)
+        return str(rows[0][0]) if rows else None
 
-        return await self._read(select)
+    async def find_owner(self, session_id: str) -> Owner | None:
+        """The server that lives and holds a session; None when there is none."""
+        rows = await self.database.read(
+            "SELECT servers.server_id, url FROM sessions JOIN servers ON server_id = owner "
+            "WHERE session_id = $1 AND expires_at > {now}",
+            session_id,
+        )
+        return Owner(*rows[0]) if rows else None
+
+    async def renew_lease(self) -> None:
+        await self.database.write(Statement(_RENEW, (self.server_id, self._url, self.lease_seconds)))
+
+    async def end_lease(self, server_id: str) -> None:
+        """Let all sessions of a server go: of this one at its end, of another one that was found dead."""
+        await self.database.write(Statement("DELETE FROM servers WHERE server_id = $1", (server_id,)))
+
+    async def end_all_leases(self) -> None:
+        """For a journal that no other server can have open."""
+        await self.database.write(Statement("DELETE FROM servers"))
 
     async def close(self) -> None:
-        """Finish what is queued, then close the file."""
-        self._jobs.put(None)
-        await asyncio.to_thread(self._thread.join, _WRITE_TIMEOUT_SECONDS)
-        self._writer.close()
-        with self._reader_lock:
-            self._reader.close()
-        self._lock.close()
+        await self.database.close()
 
-    async def _write(self, *statements: _Statement) -> None:
-        """Raises JournalError when it could not be written, or not in time."""
-        if not self._thread.is_alive():
-            raise JournalError(f"journal {self.path} is closed")
-        job = _Job(statements, self._loop.create_future())
-        self._jobs.put(job)
-        try:
-            async with asyncio.timeout(_WRITE_TIMEOUT_SECONDS):
-                await job.done
-        except TimeoutError as error:
-            raise JournalError(f"journal {self.path} was not written within {_WRITE_TIMEOUT_SECONDS} s") from error
-        except sqlite3.Error as error:
-            raise JournalError(f"journal {self.path} cannot be written: {error}") from error
+    async def _select_session(self, session_id: str) -> tuple[SessionRecord, str, int] | None:
+        """Record, owner and epoch."""
+        rows = await self.database.read(
+            f"SELECT {SESSION_COLUMNS}, owner, epoch FROM sessions WHERE session_id = $1", session_id
+        )
+        return (decode_session(rows[0][:-2]), rows[0][-2], rows[0][-1]) if rows else None
 
-    async def _read(self, select: Callable[[sqlite3.Connection], _T]) -> _T:
-        def locked() -> _T:
-            with self._reader_lock:
-                return select(self._reader)
-
-        try:
-            return await asyncio.to_thread(locked)
-        except sqlite3.Error as error:
-            raise JournalError(f"journal {self.path} cannot be read: {error}") from error
-
-    def _write_forever(self) -> None:
-        """Body of the writer thread."""
-        open_ = True
-        while open_:
-            group = [self._jobs.get()]
-            while len(group) < _MAX_GROUP and not self._jobs.empty():
-                group.append(self._jobs.get())
-            jobs = [job for job in group if job is not None]
-            open_ = len(jobs) == len(group)
-            outcomes = self._commit(jobs)
-            self._loop.call_soon_threadsafe(_settle, outcomes)
-
-    def _commit(self, jobs: list[_Job]) -> list[tuple[_Job, sqlite3.Error | None]]:
-        """Commit all jobs as one transaction; if that fails, each by itself, so that one bad job fails alone."""
-        error = self._commit_together(jobs)
-        if error is None or len(jobs) == 1:
-            return [(job, error) for job in jobs]
-        return [(job, self._commit_together([job])) for job in jobs]
-
-    def _commit_together(self, jobs: list[_Job]) -> sqlite3.Error | None:
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for job in jobs:
-                for sql, values in job.statements:
-                    self._writer.execute(sql, values)
-            self._writer.execute("COMMIT")
-        except sqlite3.Error as error:
-            if self._writer.in_transaction:
-                self._writer.execute("ROLLBACK")
-            return error
-        return None
+    async def _load_turns(self, session: Session) -> None:
+        rows = await self.database.read(
+            f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id = $1 ORDER BY turn_index", session.record.session_id
+        )
+        for turn, attempt in map(decode_turn, rows):
+            session.add(turn, attempt)
 
 
-def open_journal(path: Path, synchronous: Literal["full", "normal"] = "full") -> SqliteJournal:
-    """Open or create the journal file. Call it inside a running event loop.
+async def open_journal(
+    url: str,
+    synchronous: Literal["full", "normal"] = "full",
+    *,
+    server_id: str | None = None,
+    peer_url: str = "",
+    lease_seconds: float = LEASE_SECONDS,
+) -> Journal:
+    """Open or create a journal: a path to an SQLite file, or a `postgresql://` URL. The lease is the caller's to keep.
 
     Raises:
-        JournalError: the file cannot be opened, is in use, or was written by another version.
+        JournalError: it cannot be opened, or was written by a later version.
     """
-    with contextlib.ExitStack() as on_failure:
-        lock = on_failure.enter_context(_lock_journal(path))
-        journal = _open_locked(path, lock, synchronous)
-        on_failure.pop_all()
-    return journal
+    database = await _open_database(url, synchronous)
+    return Journal(database, server_id or uuid.uuid4().hex, peer_url, lease_seconds)
 
 
-def _lock_journal(path: Path) -> IO[bytes]:
-    """Hold the journal for this process; the system lets go of it when the process ends, however it ends."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        lock = open(f"{path}.lock", "ab")  # noqa: SIM115 (open as long as the journal)
-    except OSError as error:
-        raise JournalError(f"journal {path} cannot be opened: {error}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        lock.close()
-        raise JournalError(f"journal {path} is in use by another session server") from error
-    return lock
+def is_postgres(url: str) -> bool:
+    return url.startswith(_POSTGRES)
 
 
-def _open_locked(path: Path, lock: IO[bytes], synchronous: str) -> SqliteJournal:
-    try:
-        writer = _connect(path, synchronous)
-        for statement in SCHEMA:
-            writer.execute(statement)
-        version = writer.execute("SELECT value FROM meta WHERE key = 'schema_version'").fetchone()[0]
-        if version != SCHEMA_VERSION:
-            raise JournalError(f"journal {path} has schema {version}, this version reads {SCHEMA_VERSION}")
-        return SqliteJournal(path, lock, writer, _connect(path, synchronous))
-    except (OSError, sqlite3.Error) as error:
-        raise JournalError(f"journal {path} cannot be opened: {error}") from error
+async def _open_database(url: str, synchronous: str) -> Database:
+    if is_postgres(url):
+        try:
+            from everroll.sessions.postgres_database import open_postgres
+        except ModuleNotFoundError as error:
+            text = f"a journal in PostgreSQL needs the package {error.name}: pip install 'everroll[postgres]'"
+            raise JournalError(text) from error
+        return await open_postgres(url)
+    if "://" in url:
+        scheme = url.partition("://")[0]
+        raise JournalError(f"journal {scheme}://...: not supported; give a path, or postgresql://user@host/database")
+    return open_sqlite(Path(url), synchronous)
 
 
-def _connect(path: Path, synchronous: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_TIMEOUT_SECONDS)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
-    return connection
-
-
-def _settle(outcomes: list[tuple[_Job, sqlite3.Error | None]]) -> None:
-    """Tell the waiting callers, in the event loop's thread."""
-    for job, error in outcomes:
-        if job.done.done():  # the caller gave up
-            continue
-        if error is None:
-            job.done.set_result(None)
-        else:
-            job.done.set_exception(error)
-
-
-def _select_session(reader: sqlite3.Connection, session_id: str) -> Session | None:
-    row = reader.execute("SELECT * FROM sessions WHERE session_id = ?", (session_id,)).fetchone()
-    if row is None:
-        return None
-    session = Session(decode_session(row))
-    rows = reader.execute("SELECT * FROM turns WHERE session_id = ? ORDER BY turn_index", (session_id,))
-    for turn, attempt in map(decode_turn, rows):
-        session.add(turn, attempt)
-    return session
+def _key(claim: Claim) -> tuple[str, int]:
+    return claim.session_id, claim.epoch

@@ -1,4 +1,4 @@
-"""The journal's tables, and records as rows.
+"""Records as rows of the journal, and back.
 
 Arrays are little-endian blobs: token ids and weight versions as int32, log-probabilities as float32. A turn's row holds
 only what the turn added, so a conversation of n turns takes space in proportion to its length.
@@ -13,38 +13,22 @@ import numpy.typing as npt
 from pydantic_core import from_json, to_json
 
 from everroll.contracts.spec import SamplingSpec
+from everroll.sessions.database import Row
 from everroll.sessions.records import SessionRecord, Turn
 from everroll.tokens.assembly import TurnTokens
 
-SCHEMA_VERSION = "2"
-SCHEMA = (
-    "CREATE TABLE IF NOT EXISTS meta (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
-    f"INSERT OR IGNORE INTO meta VALUES ('schema_version', '{SCHEMA_VERSION}')",
-    """CREATE TABLE IF NOT EXISTS sessions (
-        session_id TEXT PRIMARY KEY, sampling TEXT NOT NULL, seed INTEGER NOT NULL, created_at REAL NOT NULL,
-        attempt INTEGER NOT NULL, released_at REAL, min_weight_version INTEGER NOT NULL
-    ) WITHOUT ROWID""",
-    """CREATE TABLE IF NOT EXISTS turns (
-        session_id TEXT NOT NULL, turn_index INTEGER NOT NULL, attempt INTEGER NOT NULL,
-        follows INTEGER, extends INTEGER NOT NULL, depth INTEGER NOT NULL,
-        prompt_key BLOB NOT NULL, request_key BLOB NOT NULL, history_key BLOB NOT NULL,
-        added_ids BLOB NOT NULL, completion_ids BLOB NOT NULL, logprobs BLOB NOT NULL, weight_versions BLOB NOT NULL,
-        finish_reason TEXT NOT NULL, messages TEXT NOT NULL, tools TEXT NOT NULL, reply TEXT NOT NULL,
-        num_prompt_tokens INTEGER NOT NULL, num_cached_tokens INTEGER NOT NULL, seed INTEGER NOT NULL,
-        created_at REAL NOT NULL, note TEXT NOT NULL,
-        PRIMARY KEY (session_id, turn_index)
-    )""",
-    """CREATE TABLE IF NOT EXISTS digests (
-        session_id TEXT PRIMARY KEY, digest TEXT NOT NULL, num_turns INTEGER NOT NULL
-    ) WITHOUT ROWID""",
+SESSION_COLUMNS = "session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len"
+NUM_SESSION_COLUMNS = 9
+TURN_COLUMNS = (
+    "turn_index, attempt, follows, extends, depth, prompt_key, request_key, history_key, added_ids, completion_ids, "
+    "logprobs, weight_versions, finish_reason, messages, tools, reply, num_prompt_tokens, num_cached_tokens, seed, "
+    "created_at, note"
 )
-INSERT_SESSION = "INSERT OR IGNORE INTO sessions VALUES (?, ?, ?, ?, ?, ?, ?)"
-INSERT_TURN = f"INSERT INTO turns VALUES ({', '.join('?' * 22)})"
-
-_Row = tuple[Any, ...]
+NUM_TURN_COLUMNS = 21
 
 
-def encode_session(record: SessionRecord) -> _Row:
+def encode_session(record: SessionRecord) -> Row:
+    """Values of `SESSION_COLUMNS`."""
     return (
         record.session_id,
         record.sampling.model_dump_json(),
@@ -53,11 +37,13 @@ def encode_session(record: SessionRecord) -> _Row:
         record.attempt,
         record.released_at,
         record.min_weight_version,
+        record.run,
+        record.max_seq_len,
     )
 
 
-def decode_session(row: _Row) -> SessionRecord:
-    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version = row
+def decode_session(row: Row) -> SessionRecord:
+    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len = row
     return SessionRecord(
         session_id=session_id,
         sampling=SamplingSpec.model_validate_json(sampling),
@@ -66,13 +52,16 @@ def decode_session(row: _Row) -> SessionRecord:
         attempt=attempt,
         released_at=released_at,
         min_weight_version=min_weight_version,
+        run=run,
+        max_seq_len=max_seq_len,
     )
 
 
-def encode_turn(session_id: str, turn: Turn, attempt: int) -> _Row:
+def encode_turn(turn: Turn, attempt: int) -> Row:
+    """Values of `TURN_COLUMNS`."""
     tokens = turn.tokens
     return (
-        *(session_id, tokens.index, attempt, tokens.follows, tokens.extends, turn.depth),
+        *(tokens.index, attempt, tokens.follows, int(tokens.extends), turn.depth),
         *(tokens.prompt_key, turn.request_key, turn.history_key),
         *(_blob(tokens.added_ids), _blob(tokens.completion_ids), _blob(tokens.logprobs), _blob(tokens.weight_versions)),
         *(tokens.finish_reason, _text(turn.messages), _text(turn.tools), _text(turn.reply)),
@@ -80,11 +69,11 @@ def encode_turn(session_id: str, turn: Turn, attempt: int) -> _Row:
     )
 
 
-def decode_turn(row: _Row) -> tuple[Turn, int]:
+def decode_turn(row: Row) -> tuple[Turn, int]:
     """A turn and the latest attempt that used it."""
-    _, index, attempt, follows, extends, depth, prompt_key, request_key, history_key = row[:9]
-    added_ids, completion_ids, logprobs, weight_versions, finish_reason, messages, tools, reply = row[9:17]
-    num_prompt_tokens, num_cached_tokens, seed, created_at, note = row[17:]
+    index, attempt, follows, extends, depth, prompt_key, request_key, history_key = row[:8]
+    added_ids, completion_ids, logprobs, weight_versions, finish_reason, messages, tools, reply = row[8:16]
+    num_prompt_tokens, num_cached_tokens, seed, created_at, note = row[16:]
     tokens = TurnTokens(
         index=index,
         follows=follows,

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.spec import SamplingSpec
@@ -28,6 +25,18 @@ class SessionRecord:
     released_at: float | None = None
     min_weight_version: int = 0
     """No turn may be sampled by older weights."""
+    run: str = ""
+    """Name of the run it belongs to; empty if it belongs to none."""
+    max_seq_len: int | None = None
+    """What its samples were truncated to when they were collected last."""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A server's hold on a session: good until somebody claims the session in a later epoch."""
+
+    session_id: str
+    epoch: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,19 +76,28 @@ class Session:
     """A session in memory: record, turns and the indices over them. Logic is in `core`."""
 
     record: SessionRecord
+    epoch: int
+    """In which this server holds it; 0 when it was only read."""
     turns: dict[int, Turn] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
     """Turn index to the latest attempt in which the turn was sampled or served again."""
     next_index: int = 0
+    num_tokens: int = 0
+    """Tokens that all its turns added and sampled."""
     engine_trouble: Cause | None = None
     """Set while the latest model call failed in the engines, or was refused by one; kept in memory only."""
     by_request: dict[bytes, int] = field(default_factory=dict)
     by_history: dict[bytes, list[int]] = field(default_factory=dict)
 
+    @property
+    def claim(self) -> Claim:
+        return Claim(self.record.session_id, self.epoch)
+
     def add(self, turn: Turn, attempt: int) -> None:
         self.turns[turn.index] = turn
         self.attempts[turn.index] = attempt
         self.next_index = max(self.next_index, turn.index + 1)
+        self.num_tokens += int(turn.tokens.added_ids.size + turn.tokens.completion_ids.size)
         self.by_request[turn.request_key] = turn.index
         self.by_history.setdefault(turn.history_key, []).append(turn.index)
 
@@ -123,18 +141,6 @@ class Session:
             path.append(self.turns[index])
             index = self.turns[index].tokens.follows
         return [message for turn in reversed(path) for message in (*turn.messages, turn.reply)]
-
-
-def compute_digest(turns: list[Turn]) -> str:
-    """sha256 over all recorded tokens and log-probabilities; it outlives the journal."""
-    digest = hashlib.sha256()
-    for turn in sorted(turns, key=lambda turn: turn.index):
-        tokens = turn.tokens
-        digest.update(repr((tokens.index, tokens.parent)).encode())
-        for array in (tokens.added_ids, tokens.completion_ids, tokens.logprobs, tokens.weight_versions):
-            digest.update(np.int64(array.size).tobytes())
-            digest.update(array.tobytes())
-    return digest.hexdigest()
 
 
 def describe_turn(turn: Turn, attempt: int) -> dict[str, Any]:

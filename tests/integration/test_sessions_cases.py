@@ -16,6 +16,7 @@ from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.spec import ModelSection, SamplingSpec
 from everroll.failures import ServerStatusError
 from everroll.sessions.client import CollectedSamples, EmptySamples
+from everroll.sessions.digest import digest_samples
 from everroll.tokens.renderer import ChatRenderer, load_renderer
 from tests.session_helpers import (
     ADMIN_KEY,
@@ -324,7 +325,8 @@ async def test_a_released_session_takes_no_turns_but_keeps_its_records(stack: St
     assert isinstance(after, CollectedSamples)
     assert after.body == before.body
     described = await stack.client.describe("s")
-    assert len(str(described["digest"])) == 64
+    expected = digest_samples("s", before.sample_set.samples, None)
+    assert described["digest"] == expected.model_dump()
     assert described["released_at"] is not None
 
 
