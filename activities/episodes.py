@@ -29,7 +29,7 @@ class EpisodeActivities:
     async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
         started = time.monotonic()
         async with heartbeating("reading the prompt") as progress:
-            prompt = await self._datasets.find_prompt(request.dataset, request.key.group)
+            prompt = await self._datasets.find_prompt(request.dataset, request.key.group, request.prompt_index)
             progress.report("opening the session")
             report = await self._play(request, prompt, progress)
         return report.model_copy(update={"duration_seconds": time.monotonic() - started})

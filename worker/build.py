@@ -11,6 +11,7 @@ from temporalio.worker import PollerBehaviorAutoscaling, Worker
 
 from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
+from activities.curriculum import CurriculumActivities
 from activities.episodes import EpisodeActivities
 from activities.preflight import Preflight
 from activities.publishing import PublishingActivities
@@ -72,12 +73,17 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
 async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http:
         clients = AgentClients(http, settings.max_episodes)
-        episodes = EpisodeActivities(clients, DatasetCache(), settings.admin_key)
+        datasets = DatasetCache()
+        episodes = EpisodeActivities(clients, datasets, settings.admin_key)
         collection = CollectionActivities(http, settings.admin_key)
         yield Worker(
             client,
             task_queue=names.rollout_queue(settings.task_queue),
-            activities=[episodes.run_episode, collection.collect_samples],
+            activities=[
+                episodes.run_episode,
+                collection.collect_samples,
+                CurriculumActivities(datasets).plan_block,
+            ],
             interceptors=[BoundaryInterceptor()],
             # An episode and a collection are never under way at once for the same member; twice leaves room for both.
             max_concurrent_activities=2 * settings.max_episodes,

@@ -54,6 +54,7 @@ class Ledger:
         """Take a finished group in: ready to be trained, or dropped for its cause."""
         state = self._state
         del state.in_flight[result.group]
+        state.planned.pop(result.group, None)
         state.num_episodes += result.num_episodes
         state.num_sampled_tokens += result.num_sampled_tokens
         state.last_cause = result.dropped or result.last_cause or state.last_cause

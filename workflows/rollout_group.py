@@ -152,6 +152,7 @@ class RolloutGroup:
                 session_url=request.session_url,
                 timeout_seconds=rollout.episode_timeout_seconds,
                 transport_attempts=rollout.collect_attempts,
+                prompt_index=request.prompt_index,
                 min_weight_version=request.weight_version,
             ),
             result_type=EpisodeReport,

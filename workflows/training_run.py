@@ -39,6 +39,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from workflows import policies
     from workflows.calls import RunCalls
+    from workflows.curriculum import Curriculum
     from workflows.ledger import Ledger
     from workflows.metrics import RunMetrics
     from workflows.pausing import PauseControl
@@ -59,6 +60,7 @@ class TrainingRun:
         self.ledger = Ledger(self.spec, self.state, self.metrics.count_drop)
         self.phase = Phase.PREPARING
         self.calls = RunCalls(self.spec)
+        self.curriculum = Curriculum(self.spec, self.state)
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
         self.watchdog = Watchdog(self.state.watch, self._take_survey, self._show)
@@ -193,9 +195,24 @@ class TrainingRun:
         if self.fatal is not None or self.closing or self.pauses.paused:
             return
         while self.ledger.can_admit(self.state.stop_requested):
+            if not self.curriculum.covers_next_group:
+                self._plan_block()
+                return
             group = self.ledger.admit()
             self.starting.add(group)
             self._follow(self._play_group(group))
+
+    def _plan_block(self) -> None:
+        if not self.curriculum.planning:
+            self.curriculum.planning = True
+            self._follow(self._admit_when_planned())
+
+    async def _admit_when_planned(self) -> None:
+        try:
+            await self.curriculum.plan()
+            self._admit_groups()
+        except Exception as error:
+            self.group_failure = self.group_failure or error
 
     def _reattach_groups(self) -> None:
         """Groups that were in flight when the run continued as new still are."""
@@ -329,6 +346,7 @@ class TrainingRun:
             store_url=self.spec.services.store_url,
             task_queue=self.spec.services.task_queue,
             hold=self.pauses.hold,
+            prompt_index=self.curriculum.find_prompt(group),
         )
 
     def _group_limit(self) -> timedelta:
@@ -337,7 +355,8 @@ class TrainingRun:
         return timedelta(seconds=rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds)
 
     def _can_close(self) -> bool:
-        return not self.starting and not self.publisher.busy and workflow.all_handlers_finished()
+        idle = not self.starting and not self.publisher.busy and not self.curriculum.planning
+        return idle and workflow.all_handlers_finished()
 
     # What people see and say
 

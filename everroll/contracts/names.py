@@ -25,6 +25,7 @@ SURVEY_GROUPS = "survey_groups"
 # Activities on the queue `everroll-rollout`
 RUN_EPISODE = "run_episode"
 COLLECT_SAMPLES = "collect_samples"
+PLAN_BLOCK = "plan_block"
 
 # Activities on the queue `everroll-train`
 PREPARE_TRAINER = "prepare_trainer"

@@ -59,6 +59,8 @@ class EpisodeRequest(Payload):
     session_url: str
     timeout_seconds: float
     transport_attempts: int = 3
+    prompt_index: int | None = None
+    """The prompt that a curriculum chose; None: that of the deterministic order."""
 
     min_weight_version: int = 0
     """No turn may be sampled by older weights: the version that was out when the group started."""
@@ -144,6 +146,8 @@ class GroupRequest(Payload):
     task_queue: str
     hold: HoldRequest = HoldRequest(number=0, held=False)
     """Whether to start on hold, because the run is paused."""
+    prompt_index: int | None = None
+    """The prompt that a curriculum chose; None: that of the deterministic order."""
 
 
 class StoreGroupRequest(Payload):

@@ -149,6 +149,10 @@ class RunState(Payload):
     weights: Weights | None = None
     next_group: int = 0
     """Cursor: index of the next group to start. Group n plays prompt n of the deterministic order."""
+    planned: dict[int, int] = Field(default_factory=dict)
+    """With a curriculum: the prompt chosen for each group that is not settled."""
+    planned_until: int = 0
+    """With a curriculum: the first group whose prompt is not chosen yet."""
     in_flight: dict[int, int] = Field(default_factory=dict)
     """Groups started and not settled, with the weight version at their start."""
     ready: list[GroupResult] = Field(default_factory=list)
