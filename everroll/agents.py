@@ -2,7 +2,8 @@
 
 A function is `async def agent(episode: Episode) -> float | Mapping[str, float]` (a plain `def` runs on a thread). A
 mapping holds the reward under the run's `reward_key`; its other numbers are reported as metrics. The agent talks to
-`episode.base_url` with any OpenAI client; everything the model says there is recorded by the session server.
+`episode.base_url` with any OpenAI client, or to `episode.anthropic_base_url` with any Anthropic client; everything the
+model says there is recorded by the session server.
 
 A command finds the same in its environment (see `build_command_environment`) and prints its result, a number or a JSON
 object, as the last line of its standard output.
@@ -31,6 +32,7 @@ from everroll.prompts import Prompt
 
 if TYPE_CHECKING:
     import httpx
+    from anthropic import AsyncAnthropic
     from openai import AsyncOpenAI
 
 _OUTPUT_LIMIT_BYTES = 64 * 1024
@@ -50,6 +52,7 @@ class AgentClients:
         self.threads = ThreadPoolExecutor(max_threads, thread_name_prefix="agent")
         """For agents that are plain functions: each occupies a thread, so they get a pool of their own."""
         self._openai: AsyncOpenAI | None = None
+        self._anthropic: AsyncAnthropic | None = None
 
     def get_openai(self) -> AsyncOpenAI:
         if self._openai is None:
@@ -60,10 +63,21 @@ class AgentClients:
             )
         return self._openai
 
+    def get_anthropic(self) -> AsyncAnthropic:
+        if self._anthropic is None:
+            from anthropic import AsyncAnthropic
+
+            self._anthropic = AsyncAnthropic(
+                base_url="http://unset.invalid", api_key="unset", auth_token="unset", timeout=_CLIENT_TIMEOUT_SECONDS
+            )
+        return self._anthropic
+
     async def close(self) -> None:
         self.threads.shutdown(wait=False, cancel_futures=True)
         if self._openai is not None:
             await self._openai.close()
+        if self._anthropic is not None:
+            await self._anthropic.close()
 
 
 @dataclass(frozen=True)
@@ -85,6 +99,11 @@ class Episode:
     """Model name to send; the session server serves only one."""
 
     @property
+    def anthropic_base_url(self) -> str:
+        """The same session for Anthropic clients, which add `/v1/messages` themselves."""
+        return self.base_url.removesuffix("/v1")
+
+    @property
     def http(self) -> httpx.AsyncClient:
         """An HTTP client shared by all episodes of this process; do not close it."""
         return self.clients.http
@@ -92,6 +111,13 @@ class Episode:
     def openai(self) -> AsyncOpenAI:
         """An OpenAI client for this session, over connections shared by all episodes; do not close it."""
         return self.clients.get_openai().with_options(base_url=self.base_url, api_key=self.api_key)
+
+    def anthropic(self) -> AsyncAnthropic:
+        """An Anthropic client for this session, over connections shared by all episodes; do not close it."""
+        # The token too: the client would take one from the worker's environment, which is not the session's business.
+        return self.clients.get_anthropic().with_options(
+            base_url=self.anthropic_base_url, api_key=self.api_key, auth_token=self.api_key
+        )
 
 
 @dataclass(frozen=True)
@@ -156,11 +182,17 @@ async def _run_function(function: Callable[[Episode], Any], episode: Episode) ->
 
 def build_command_environment(episode: Episode) -> dict[str, str]:
     """Variables that a command finds, on top of the worker's own without its secrets."""
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("EVERROLL_")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("EVERROLL_") and name != "ANTHROPIC_AUTH_TOKEN"
+    }
     return {
         **inherited,
         "OPENAI_BASE_URL": episode.base_url,
         "OPENAI_API_KEY": episode.api_key,
+        "ANTHROPIC_BASE_URL": episode.anthropic_base_url,
+        "ANTHROPIC_API_KEY": episode.api_key,
         "EVERROLL_MODEL": episode.model,
         "EVERROLL_SEED": str(episode.seed),
         "EVERROLL_PROMPT": json.dumps(

@@ -81,10 +81,13 @@ def command(script: str) -> AgentSpec:
 
 async def test_command_agent_reads_its_environment(episode: Episode, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EVERROLL_ADMIN_KEY", "very-secret")
+    monkeypatch.setenv("ANTHROPIC_AUTH_TOKEN", "the operator's own")
     script = (
         "import json, os; p = json.loads(os.environ['EVERROLL_PROMPT']); print('noise');"
         "assert 'EVERROLL_ADMIN_KEY' not in os.environ;"
-        "assert os.environ['OPENAI_API_KEY'] == 'secret-key';"
+        "assert os.environ['OPENAI_API_KEY'] == os.environ['ANTHROPIC_API_KEY'] == 'secret-key';"
+        "assert os.environ['ANTHROPIC_BASE_URL'] + '/v1' == os.environ['OPENAI_BASE_URL'];"
+        "assert 'ANTHROPIC_AUTH_TOKEN' not in os.environ;"
         "print(json.dumps({'reward': p['label'], 'turns': 2}))"
     )
     result = await run_agent(command(script), episode)
