@@ -35,7 +35,7 @@ from everroll.sessions.errors import JournalError, NotOwnerError, StorageFullErr
 from everroll.sessions.journal_schema import MIGRATIONS, check_version
 
 _BUSY_TIMEOUT_SECONDS = 30.0
-_LOCK_WAIT_SECONDS = 2.0
+_LOCK_WAIT_SECONDS = 1.0
 _RECLAIM_PAGES = 256
 _NULL = re.compile(r"^NOT NULL constraint failed: \w+\.(\w+)$")
 
