@@ -44,6 +44,8 @@ FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
 LIGHT_START_TO_CLOSE = timedelta(seconds=30)
 LIGHT_SCHEDULE_TO_CLOSE = timedelta(minutes=15)
 RELEASE_SCHEDULE_TO_CLOSE = timedelta(seconds=60)
+RELEASE_AFTER_FAILURE = timedelta(seconds=10)
+"""A failure is not held back for longer by a server that does not answer."""
 PREPARE_START_TO_CLOSE = timedelta(minutes=10)
 PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=20)
 PREPARE_HEARTBEAT = timedelta(seconds=30)

@@ -24,6 +24,8 @@ class GroupReporter:
         self._failed: dict[str, int] = {}
         self._aborts: dict[tuple[str | None, str], AbortSummary] = {}
         self._sending: asyncio.Task[None] | None = None
+        self.run_is_gone = False
+        """True once a report found no run: it was terminated, and nobody will train what its groups play."""
 
     def note(self, outcome: EpisodeOutcome) -> None:
         """Count an episode; an abort is reported at once, together with what came in meanwhile."""
@@ -48,6 +50,12 @@ class GroupReporter:
         self._num_collected, self._failed, self._aborts = 0, {}, {}
         return report
 
+    async def flush(self) -> None:
+        """Send everything that was not reported yet, before the group continues as new."""
+        await self.finish()
+        if self._num_collected or self._failed or self._aborts:
+            await self._send()
+
     async def finish(self) -> None:
         """Wait until what is under way has been sent."""
         if self._sending is not None:
@@ -65,8 +73,12 @@ class GroupReporter:
 
     async def _send_while_aborts(self) -> None:
         while self._aborts:
-            run = workflow.get_external_workflow_handle(self._run_workflow_id)
-            try:
-                await run.signal(names.SIGNAL_REPORT, self.take())
-            except FailureError as error:
-                workflow.logger.warning("group %d could not report to its run: %s", self._group, error)
+            await self._send()
+
+    async def _send(self) -> None:
+        run = workflow.get_external_workflow_handle(self._run_workflow_id)
+        try:
+            await run.signal(names.SIGNAL_REPORT, self.take())
+        except FailureError as error:
+            self.run_is_gone = True
+            workflow.logger.warning("group %d could not report to its run: %s", self._group, error)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from datetime import timedelta
+from typing import NoReturn
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError, is_cancelled_exception
+from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
 from temporalio.exceptions import TimeoutError as TemporalTimeoutError
 
 with workflow.unsafe.imports_passed_through():
@@ -21,6 +22,7 @@ with workflow.unsafe.imports_passed_through():
         EpisodeOutcome,
         EpisodeReport,
         EpisodeRequest,
+        GroupProgress,
         GroupRequest,
         GroupResult,
         ReleaseRequest,
@@ -28,6 +30,7 @@ with workflow.unsafe.imports_passed_through():
     )
     from everroll.seeds import derive_seed
     from workflows import policies
+    from workflows.group_results import build_group_result, merge_outcome, render_group
     from workflows.reporting import GroupReporter
 
 
@@ -38,28 +41,53 @@ class RolloutGroup:
     @workflow.init
     def __init__(self, request: GroupRequest) -> None:
         self.request = request
-        self.unusable: list[EpisodeOutcome] = []
-        self.session_ids: list[str] = []
-        self.num_episodes = 0
+        self.progress = request.progress or self._start_progress()
         self.hold_request = request.hold
         self.reporter = GroupReporter(names.run_workflow_id(request.run), request.group)
 
     @workflow.run
     async def run(self, request: GroupRequest) -> GroupResult:
-        started = workflow.time()
         workflow.set_current_details(f"Group {request.group} of run {request.run}: episodes running")
-        timeout = request.rollout.group_timeout_seconds
         try:
-            outcomes = await self._play_members_within(timeout)
-        except TimeoutError:
-            text = f"the group ran past its deadline of {timeout} s, time on hold not counted"
-            result = self._build_dropped([], Cause(kind=CauseKind.DEADLINE, message=text))
-        else:
-            result = await self._settle(outcomes)
-        await self._release_sessions()
+            result = await self._play_and_settle()
+        except (FailureError, asyncio.CancelledError):
+            # The run ends, or a person ended the group: nobody will ask its sessions for anything.
+            await self._release_sessions(policies.RELEASE_AFTER_FAILURE)
+            raise
+        await self._release_sessions(policies.RELEASE_SCHEDULE_TO_CLOSE)
         await self.reporter.finish()
-        self._show(result)
-        return result.model_copy(update={"duration_seconds": workflow.time() - started, "report": self.reporter.take()})
+        workflow.set_current_details(render_group(result))
+        duration = workflow.time() - self.progress.started_at
+        return result.model_copy(update={"duration_seconds": duration, "report": self.reporter.take()})
+
+    def _start_progress(self) -> GroupProgress:
+        request = self.request
+        keys = [
+            EpisodeKey(run=request.run, group=request.group, member=member)
+            for member in range(request.rollout.episodes_per_group)
+        ]
+        return GroupProgress(
+            members=[EpisodeOutcome(key=key, status=SampleStatus.PENDING) for key in keys],
+            started_at=workflow.time(),
+            remaining_seconds=request.rollout.group_timeout_seconds,
+        )
+
+    async def _play_and_settle(self) -> GroupResult:
+        try:
+            await self._play_members_within()
+        except TimeoutError:
+            timeout = self.request.rollout.group_timeout_seconds
+            text = f"the group ran past its deadline of {timeout} s, time on hold not counted"
+            return self._build_result([], None, Cause(kind=CauseKind.DEADLINE, message=text))
+        if any(member.status is SampleStatus.PENDING for member in self.progress.members):
+            await self._continue_as_new()
+        return await self._settle(self.progress.members)
+
+    async def _continue_as_new(self) -> NoReturn:
+        """Members that are settled stay so; the others go on with their next attempt."""
+        await self.reporter.flush()
+        update = {"progress": self.progress, "hold": self.hold_request}
+        workflow.continue_as_new(self.request.model_copy(update=update))
 
     @workflow.signal(name=names.SIGNAL_HOLD, description="Start no new episode while true")
     def hold(self, request: HoldRequest) -> None:
@@ -70,67 +98,78 @@ class RolloutGroup:
     def held(self) -> bool:
         return self.hold_request.held
 
-    async def _play_members_within(self, timeout_seconds: float) -> list[EpisodeOutcome]:
+    async def _play_members_within(self) -> None:
         """Play all members; time on hold does not count, but is bounded too.
 
         Raises:
             TimeoutError: the deadline has passed.
         """
         playing = asyncio.create_task(self._play_members())
-        remaining = timedelta(seconds=timeout_seconds)
         try:
             while not playing.done():
                 if self.held:
                     limit = self.request.rollout.abort_budget.max_pause_seconds
                     await workflow.wait_condition(lambda: playing.done() or not self.held, timeout=limit)
                     continue
-                since = workflow.now()
-                await workflow.wait_condition(lambda: playing.done() or self.held, timeout=remaining)
-                remaining -= workflow.now() - since
-            return await playing
+                since, remaining = workflow.time(), self.progress.remaining_seconds
+                await workflow.wait_condition(lambda: playing.done() or self.held, timeout=max(remaining, 0.0))
+                self.progress.remaining_seconds = remaining - (workflow.time() - since)
+            await playing
         finally:
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
 
-    async def _play_members(self) -> list[EpisodeOutcome]:
-        """One outcome per member, ordered by member. The first terminal failure ends the group."""
-        members = range(self.request.rollout.episodes_per_group)
-        tasks = [asyncio.create_task(self._play_member(member)) for member in members]
+    async def _play_members(self) -> None:
+        """Settle every member. The first terminal failure ends the group."""
+        tasks = [asyncio.create_task(self._play_member(member)) for member in range(len(self.progress.members))]
         try:
-            return list(await asyncio.gather(*tasks))
+            await asyncio.gather(*tasks)
         finally:
             for task in tasks:
                 task.cancel()
 
-    async def _play_member(self, member: int) -> EpisodeOutcome:
+    async def _play_member(self, member: int) -> None:
+        """Play a member until it is usable or has no attempt left; it stays pending where the history grows long."""
         rollout = self.request.rollout
-        num_attempts = 1 + (rollout.max_refills if rollout.on_unusable == "refill" else 0)
-        for attempt in range(num_attempts):
+        last_attempt = rollout.max_refills if rollout.on_unusable == "refill" else 0
+        while (pending := self.progress.members[member]).status is SampleStatus.PENDING:
             await workflow.wait_condition(lambda: not self.held)
-            outcome = await self._play_episode(member, attempt)
+            if workflow.info().is_continue_as_new_suggested():
+                return
+            outcome = await self._play_episode(pending)
             self.reporter.note(outcome)
-            if outcome.is_trainable:
-                break
-            self.unusable.append(outcome)
-            if outcome.status is SampleStatus.ABORTED and attempt + 1 < num_attempts:
+            attempt = pending.key.attempt
+            if not outcome.is_trainable:
+                self._count_unusable(outcome)
+            if outcome.is_trainable or attempt >= last_attempt or self.reporter.run_is_gone:
+                self.progress.members[member] = outcome
+                return
+            if outcome.status is SampleStatus.ABORTED:
                 await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, attempt))
-        return outcome
+            key = pending.key.model_copy(update={"attempt": attempt + 1})
+            self.progress.members[member] = pending.model_copy(update={"key": key})
 
-    async def _play_episode(self, member: int, attempt: int) -> EpisodeOutcome:
-        key = EpisodeKey(run=self.request.run, group=self.request.group, member=member, attempt=attempt)
-        self.num_episodes += 1
-        self.session_ids.append(key.session_id)
+    def _count_unusable(self, outcome: EpisodeOutcome) -> None:
+        if outcome.cause is None:
+            return
+        kind, counts = outcome.cause.kind.value, self.progress.unusable
+        counts[kind] = counts.get(kind, 0) + 1
+        self.progress.last_cause = outcome.cause
+
+    async def _play_episode(self, pending: EpisodeOutcome) -> EpisodeOutcome:
+        key = pending.key
+        self.progress.num_episodes += 1
         try:
             report = await self._run_episode(key)
         except ActivityError as error:
             report = EpisodeReport(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
         if report.status is SampleStatus.ABORTED:
-            return merge_outcome(report, None)
+            return merge_outcome(pending, report, None)
         try:
             collected = await self._collect_samples(key)
         except ActivityError as error:
             collected = CollectResult(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
-        return merge_outcome(report, collected)
+        return merge_outcome(pending, report, collected)
 
     def _build_timeout(self, error: ActivityError) -> Cause:
         """An activity that ran out of time, its retries included, costs one sample; any other failure is raised."""
@@ -194,11 +233,11 @@ class RolloutGroup:
         if lost is not None:
             cause = lost.cause or Cause(kind=CauseKind.NO_REWARD, message=f"status {lost.status.value}")
             message = f"member {lost.key.member} after {lost.key.attempt + 1} attempts: {cause.message}"
-            return self._build_dropped(outcomes, cause.model_copy(update={"message": message}))
+            return self._build_result(outcomes, None, cause.model_copy(update={"message": message}))
         rewards = [outcome.reward for outcome in outcomes]
         if self.request.rollout.drop_zero_variance and len(set(rewards)) == 1:
             cause = Cause(kind=CauseKind.ZERO_VARIANCE, message=f"all rewards are {rewards[0]}")
-            return self._build_dropped(outcomes, cause)
+            return self._build_result(outcomes, None, cause)
         return self._build_result(outcomes, await self._store(outcomes), None)
 
     async def _store(self, outcomes: list[EpisodeOutcome]) -> BlobRef:
@@ -215,95 +254,29 @@ class RolloutGroup:
         )
         return manifest
 
-    async def _release_sessions(self) -> None:
-        """Best effort: the group is settled, so nothing that happens here may fail it."""
+    async def _release_sessions(self, limit: timedelta) -> None:
+        """Best effort: what happens here may not change what became of the group."""
+        sessions = [
+            names.session_id(member.key.run, member.key.group, member.key.member, attempt)
+            for member in self.progress.members
+            for attempt in range(member.key.attempt + 1)
+        ]
         try:
             await workflow.execute_activity(
                 names.RELEASE_SESSIONS,
-                ReleaseRequest(session_url=self.request.session_url, session_ids=self.session_ids),
+                ReleaseRequest(session_url=self.request.session_url, session_ids=sessions),
                 task_queue=self.request.task_queue,
-                start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
-                schedule_to_close_timeout=policies.RELEASE_SCHEDULE_TO_CLOSE,
+                start_to_close_timeout=min(limit, policies.LIGHT_START_TO_CLOSE),
+                schedule_to_close_timeout=limit,
                 retry_policy=policies.RETRY,
-                summary=f"{len(self.session_ids)} sessions",
+                summary=f"{len(sessions)} sessions",
             )
         except ActivityError as error:
             if is_cancelled_exception(error):
                 raise
             workflow.logger.warning("sessions of group %d were not released: %s", self.request.group, error.cause)
 
-    def _build_dropped(self, outcomes: list[EpisodeOutcome], cause: Cause) -> GroupResult:
-        return self._build_result(outcomes, None, cause)
-
     def _build_result(
         self, outcomes: list[EpisodeOutcome], manifest: BlobRef | None, dropped: Cause | None
     ) -> GroupResult:
-        samples = [outcome.samples for outcome in outcomes if outcome.samples is not None]
-        rewards = [outcome.reward for outcome in outcomes if outcome.reward is not None]
-        return GroupResult(
-            group=self.request.group,
-            prompt_index=outcomes[0].prompt_index if outcomes else None,
-            manifest=manifest,
-            dropped=dropped,
-            num_episodes=self.num_episodes,
-            num_tokens=sum(ref.num_tokens for ref in samples),
-            num_sampled_tokens=sum(ref.num_sampled_tokens for ref in samples),
-            mean_reward=sum(rewards) / len(rewards) if rewards else None,
-            min_weight_version=min((ref.min_weight_version for ref in samples), default=None),
-            unusable=count_causes(self.unusable),
-            last_cause=self.unusable[-1].cause if self.unusable else None,
-            agent_metrics=mean_metrics(outcomes),
-        )
-
-    def _show(self, result: GroupResult) -> None:
-        reward = "none" if result.mean_reward is None else f"{result.mean_reward:.3f}"
-        fate = f"dropped ({result.dropped})" if result.dropped else "stored"
-        workflow.set_current_details(
-            f"**Group {result.group}**, prompt {result.prompt_index}: {fate}\n\n"
-            f"- mean reward: {reward}\n- episodes played: {result.num_episodes}\n"
-            f"- sampled tokens: {result.num_sampled_tokens}\n- unusable by cause: {result.unusable or 'none'}"
-        )
-
-
-def merge_outcome(report: EpisodeReport, collected: CollectResult | None) -> EpisodeOutcome:
-    """Report and collection taken together.
-
-    Infrastructure outweighs the agent: when its session or every engine was away, neither its failure nor the reward
-    that it made of that is a verdict.
-    """
-    status, cause = report.status, report.cause
-    if collected is not None:
-        if collected.cause is not None and collected.cause.server is not None:
-            status, cause = collected.status, collected.cause
-        elif collected.engine_cause is not None and collected.engine_cause.kind is CauseKind.ENGINE:
-            status, cause = SampleStatus.ABORTED, collected.engine_cause
-        elif collected.engine_cause is not None and status is SampleStatus.FAILED:
-            cause = collected.engine_cause
-        elif status is SampleStatus.COMPLETED:
-            status, cause = collected.status, collected.cause
-    return EpisodeOutcome(
-        key=report.key,
-        status=status,
-        prompt_index=report.prompt_index,
-        reward=report.reward,
-        metrics=report.metrics,
-        samples=collected.samples if collected else None,
-        cause=cause,
-        duration_seconds=report.duration_seconds,
-    )
-
-
-def count_causes(outcomes: list[EpisodeOutcome]) -> dict[str, int]:
-    counts: dict[str, int] = {}
-    for outcome in outcomes:
-        if outcome.cause is not None:
-            counts[outcome.cause.kind.value] = counts.get(outcome.cause.kind.value, 0) + 1
-    return counts
-
-
-def mean_metrics(outcomes: list[EpisodeOutcome]) -> dict[str, float]:
-    values: dict[str, list[float]] = {}
-    for outcome in outcomes:
-        for name, value in outcome.metrics.items():
-            values.setdefault(name, []).append(value)
-    return {name: sum(numbers) / len(numbers) for name, numbers in sorted(values.items())}
+        return build_group_result(self.request.group, self.progress, outcomes, manifest, dropped)

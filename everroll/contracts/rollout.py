@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
 from everroll.contracts.health import EpisodesReport, HoldRequest
@@ -61,9 +61,9 @@ class EpisodeRequest(Payload):
     transport_attempts: int = 3
     prompt_index: int | None = None
     """The prompt that a curriculum chose; None: that of the deterministic order."""
-
     min_weight_version: int = 0
     """No turn may be sampled by older weights: the version that was out when the group started."""
+
 
 class EpisodeReport(Payload):
     """Result of `run_episode`: small, whatever the agent did."""
@@ -114,7 +114,7 @@ class CollectResult(Payload):
 
 
 class EpisodeOutcome(Payload):
-    """Report and collection of one episode taken together."""
+    """One attempt at one episode: PENDING, and then a copy with what became of it. The pending one is never changed."""
 
     key: EpisodeKey
     status: SampleStatus
@@ -129,6 +129,22 @@ class EpisodeOutcome(Payload):
     @property
     def is_trainable(self) -> bool:
         return self.status.has_verdict and self.reward is not None and self.samples is not None
+
+
+class GroupProgress(Payload):
+    """What a group carries through continue-as-new, which comes when no episode of it is under way."""
+
+    model_config = ConfigDict(frozen=False)
+
+    members: list[EpisodeOutcome]
+    """One per member, ordered by member: PENDING until it is settled; a pending one's key holds its next attempt."""
+    num_episodes: int = 0
+    unusable: dict[str, int] = Field(default_factory=dict)
+    last_cause: Cause | None = None
+    started_at: float
+    """Unix seconds."""
+    remaining_seconds: float
+    """Until the group's deadline, time on hold not counted."""
 
 
 class GroupRequest(Payload):
@@ -146,6 +162,8 @@ class GroupRequest(Payload):
     task_queue: str
     hold: HoldRequest = HoldRequest(number=0, held=False)
     """Whether to start on hold, because the run is paused."""
+    progress: GroupProgress | None = None
+    """Set when the group continues as new."""
     prompt_index: int | None = None
     """The prompt that a curriculum chose; None: that of the deterministic order."""
 
