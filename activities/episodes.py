@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 
 from temporalio import activity
 
 from activities.boundary import CallAbortedError, retry_transient
+from activities.deadline import DeadlinePassedError, run_within
 from activities.heartbeats import Progress, heartbeating
 from everroll.agents import AgentClients, AgentError, Episode, run_agent
 from everroll.contracts import names
@@ -59,13 +59,9 @@ class EpisodeActivities:
             args=request.agent.args,
             clients=self._clients,
         )
-        deadline = asyncio.timeout(request.timeout_seconds)
         try:
-            async with deadline:
-                result = await run_agent(request.agent, episode)
-        except TimeoutError:
-            if not deadline.expired():
-                raise
+            result = await run_within(run_agent(request.agent, episode), request.timeout_seconds)
+        except DeadlinePassedError:
             text = f"the agent ran past its deadline of {request.timeout_seconds} s"
             return _build_failure(request, prompt, CauseKind.DEADLINE, "TimeoutError", text)
         except AgentError as error:
