@@ -1,0 +1,185 @@
+"""Publishing weights: once per engine, awaited however long it takes, loud when it fails (case B4)."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from temporalio.activity import ActivityCancellationDetails
+from temporalio.testing import ActivityEnvironment
+
+from activities.publishing import PublishingActivities
+from everroll.contracts.spec import EngineKind
+from everroll.contracts.training import PublishRequest, PublishResult, Weights
+from everroll.engines.base import EngineUnavailableError, GenerateRequest, WeightUpdateError
+from everroll.engines.http import open_client_session
+from everroll.engines.sglang import SGLangEngine
+from tests.engine_helpers import make_checkpoint, wait_for_info
+from tests.engine_wires import SGLANG, VLLM_GENERATE, Wire, run_wire_server
+from tests.fault_proxy import Kind, run_fault_proxy
+from tests.integration.test_engine_process import engine_process, wait_until_healthy
+
+WEIGHTS = Weights(version=18, path="/weights/18")
+both_kinds = pytest.mark.parametrize("wire", [SGLANG, VLLM_GENERATE], ids=lambda wire: wire.name)
+
+
+class Attempt:
+    """One attempt at `publish_weights`, with what the attempt before had told in its heartbeat."""
+
+    def __init__(self, details: Sequence[Any] = ()) -> None:
+        self.environment = ActivityEnvironment()
+        self.environment.info = dataclasses.replace(
+            self.environment.info, heartbeat_details=list(details), heartbeat_timeout=timedelta(seconds=0.3)
+        )
+        self.heartbeats: list[tuple[Any, ...]] = []
+        self.environment.on_heartbeat = lambda *details: self.heartbeats.append(details)
+
+    async def publish(
+        self, urls: list[str], *, seconds: float = 5.0, weights: Weights = WEIGHTS, kind: EngineKind = "auto"
+    ) -> PublishResult:
+        request = PublishRequest(weights=weights, engine_urls=urls, timeout_seconds=seconds, engine_kind=kind)
+        async with open_client_session() as session:
+            activities = PublishingActivities(session)
+            return await self.environment.run(activities.publish_weights, request)  # type: ignore[no-any-return]
+
+
+@both_kinds
+async def test_every_engine_is_paused_updated_and_goes_on_once(wire: Wire) -> None:
+    async with run_wire_server(wire) as one, run_wire_server(wire) as other:
+        other.version, other.paused = 18, True
+        result = await Attempt().publish([one.url, other.url])
+        assert list(result.seconds_by_engine) == [one.url]
+        assert (one.version, one.paused, one.loads) == (18, False, ["/weights/18"])
+        assert (other.paused, other.loads) == (False, [])
+        assert (await Attempt().publish([one.url, other.url])).seconds_by_engine == {}
+        assert one.loads == ["/weights/18"]
+
+
+async def test_an_update_that_takes_three_times_its_timeout_is_awaited() -> None:
+    async with run_wire_server(SGLANG, load_seconds=0.9) as server:
+        attempt = Attempt()
+        await attempt.publish([server.url], seconds=0.3)
+        assert (server.version, server.paused, len(server.loads)) == (18, False, 1)
+        assert any("waiting until" in heartbeat[0] for heartbeat in attempt.heartbeats)
+
+
+@pytest.mark.parametrize("tells_pause", [True, False])
+async def test_an_attempt_that_died_after_its_post_is_taken_up_without_another(tells_pause: bool) -> None:
+    async with run_wire_server(SGLANG, load_seconds=0.8, tells_pause=tells_pause) as server:
+        first = Attempt()
+        lost = asyncio.ensure_future(first.publish([server.url]))
+        await wait_for_loads(server, 1)
+        timed_out = ActivityCancellationDetails(timed_out=True)
+        first.environment.cancel(timed_out)
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        assert server.paused
+        assert list(first.heartbeats[-1][1]) == [server.url]
+        await Attempt(first.heartbeats[-1]).publish([server.url])
+        assert (server.version, server.paused, len(server.loads)) == (18, False, 1)
+
+
+async def wait_for_loads(server: Any, count: int) -> None:
+    async with asyncio.timeout(10):
+        while True:
+            if len(server.loads) >= count:
+                return
+            await asyncio.sleep(0.005)
+
+
+async def test_an_engine_that_was_started_anew_since_the_post_is_told_again() -> None:
+    async with run_wire_server(SGLANG, version=0) as server:
+        await Attempt(["loads", {server.url: 1.0e9}]).publish([server.url])
+        assert (server.version, len(server.loads)) == (18, 1)
+
+
+async def test_a_cancelled_run_leaves_no_engine_paused() -> None:
+    async with run_wire_server(SGLANG, load_seconds=1) as server:
+        attempt = Attempt()
+        publishing = asyncio.ensure_future(attempt.publish([server.url]))
+        await wait_for_loads(server, 1)
+        attempt.environment.cancel(ActivityCancellationDetails(cancel_requested=True))
+        with pytest.raises(asyncio.CancelledError):
+            await publishing
+        assert not server.paused
+
+
+async def test_an_engine_that_dies_while_it_loads_is_away() -> None:
+    async with run_wire_server(SGLANG, load_seconds=1) as server, run_fault_proxy(server.url) as proxy:
+        publishing = asyncio.ensure_future(Attempt().publish([proxy.url]))
+        await wait_for_loads(server, 1)
+        await proxy.refuse()
+        with pytest.raises(EngineUnavailableError) as caught:
+            await publishing
+        assert caught.value.trouble == "unreachable"
+
+
+async def test_an_engine_that_never_gets_there_is_no_endless_wait() -> None:
+    async with run_wire_server(SGLANG, load_seconds=60) as server:
+        with pytest.raises(WeightUpdateError, match="long ago and still serves version 17") as caught:
+            await Attempt().publish([server.url], seconds=0.1)
+        assert caught.value.url == server.url
+        assert len(server.loads) == 1
+        assert not server.paused
+
+
+@both_kinds
+async def test_refused_weights_are_loud_and_leave_the_engine_sampling(wire: Wire) -> None:
+    async with run_wire_server(wire, refuse_load=True) as server:
+        with pytest.raises(WeightUpdateError, match="shapes differ") as caught:
+            await Attempt().publish([server.url])
+        assert server.url in str(caught.value)
+        assert not server.paused
+
+
+async def test_with_several_engines_the_error_names_those_that_failed() -> None:
+    async with AsyncExitStack() as stack:
+        good = await stack.enter_async_context(run_wire_server(SGLANG))
+        refusing = await stack.enter_async_context(run_wire_server(SGLANG, refuse_load=True))
+        async with run_wire_server(SGLANG) as gone:
+            away = gone.url
+        with pytest.raises(EngineUnavailableError, match=away) as one:
+            await Attempt().publish([good.url, away], kind="sglang")
+        assert good.url not in str(one.value)
+        assert good.version == 18
+        with pytest.raises(WeightUpdateError, match="2 of 3 engines failed") as two:
+            await Attempt().publish([good.url, away, refusing.url], kind="sglang")
+        assert away in str(two.value)
+        assert refusing.url in str(two.value)
+        assert "shapes differ" in str(two.value)
+
+
+async def test_a_lost_answer_to_the_post_is_no_second_post() -> None:
+    async with run_wire_server(SGLANG) as server, run_fault_proxy(server.url) as proxy:
+        fault = proxy.fault(Kind.RESET_AFTER_SERVER, "/update_weights_from_disk", times=-1)
+        await Attempt().publish([proxy.url])
+        assert len(fault.hits) == len(server.loads) == 1
+        assert (server.version, server.paused) == (18, False)
+
+
+async def test_a_real_engine_process_goes_on_with_its_requests(tmp_path: Path) -> None:
+    checkpoint = make_checkpoint(tmp_path / "a")
+    newer = make_checkpoint(tmp_path / "b", seed=1)
+    with engine_process(checkpoint) as (_, url):
+        async with open_client_session() as session:
+            engine = SGLangEngine(url, session)
+            await wait_until_healthy(engine)
+            kinds: list[EngineKind] = ["sglang", "vllm"]
+            for version, kind in enumerate(kinds, start=1):
+                call = asyncio.ensure_future(engine.generate(GenerateRequest("long", [1, 2, 3], 400, seed=1)))
+                await wait_for_info(url, lambda info: info["num_running"] == 1)
+                weights = Weights(version=version, path=str(newer))
+                result = await Attempt().publish([url], weights=weights, kind=kind, seconds=60)
+                assert list(result.seconds_by_engine) == [url]
+                completion = await call
+                assert (completion.weight_versions[0], completion.weight_version) == (version - 1, version)
+                assert (await Attempt().publish([url], weights=weights, kind=kind)).seconds_by_engine == {}
+                with pytest.raises(WeightUpdateError, match="no such directory"):
+                    await Attempt().publish([url], weights=Weights(version=9, path="/nowhere"), kind=kind)
+                assert len((await engine.generate(GenerateRequest("next", [1], 2))).token_ids) == 2
