@@ -25,12 +25,17 @@ COMBINATIONS = list(
         ["clipped", "gspo", "cispo"],
         ["token", "sequence", "constant"],
         [("trainer", 2.0), ("trainer", 0), ("sampler", 2)],
+        [(0.0, 0.0), (1.5, 0.0), (1.5, 0.3)],
     )
 )
+WITH_BOUND = [(*head, extras) for *head, extras in COMBINATIONS if head[0] != "cispo" or extras[0] == 0.0]
+WITH_BOUND += [("cispo", "token", ("trainer", 2.0), (0.0, 0.3))]
 
 
-@pytest.mark.parametrize(("loss", "normalization", "correction"), COMBINATIONS)
-def test_loss_and_gradient_equal_the_oracle(loss: str, normalization: str, correction: tuple[str, float]) -> None:
+@pytest.mark.parametrize(("loss", "normalization", "correction", "extras"), WITH_BOUND)
+def test_loss_and_gradient_equal_the_oracle(
+    loss: str, normalization: str, correction: tuple[str, float], extras: tuple[float, float]
+) -> None:
     train = TrainSection.model_validate(
         {
             "loss": loss,
@@ -40,6 +45,8 @@ def test_loss_and_gradient_equal_the_oracle(loss: str, normalization: str, corre
             "importance_cap": correction[1],
             "clip_low": 0.1,
             "clip_high": 0.28,
+            "dual_clip": extras[0],
+            "kl_coef": extras[1],
         }
     )
     rng = np.random.default_rng(3)
@@ -50,13 +57,17 @@ def test_loss_and_gradient_equal_the_oracle(loss: str, normalization: str, corre
     sampler = [sample.sampler_logprobs[sample.loss_mask].astype(float).tolist() for sample in samples]
     trainer_old = [[value + rng.normal(0, 0.8) for value in values] for values in sampler]
     current = [[value + rng.normal(0, 0.25) for value in values] for values in trainer_old]
+    current[1][0] = trainer_old[1][0] + 0.9  # beyond the dual clip, at a negative advantage
+    reference = [[value + rng.normal(0, 0.5) for value in values] for values in current]
     old = trainer_old if correction[0] == "trainer" else sampler
 
     logprobs_N = torch.tensor(_flatten(current), dtype=torch.float64, requires_grad=True)
-    outcome = compute_policy_loss(train, micro, logprobs_N, torch.tensor(_flatten(old), dtype=torch.float64))
+    reference_N = torch.tensor(_flatten(reference), dtype=torch.float64) if extras[1] else None
+    old_N = torch.tensor(_flatten(old), dtype=torch.float64)
+    outcome = compute_policy_loss(train, micro, logprobs_N, old_N, reference_N)
     outcome.loss.backward()  # type: ignore[no-untyped-call]
 
-    expected_loss, expected_gradient = _oracle(train, current, old, sampler)
+    expected_loss, expected_gradient = _oracle(train, current, old, sampler, reference)
     assert float(outcome.loss.detach()) == pytest.approx(expected_loss, rel=1e-6)
     assert logprobs_N.grad is not None
     np.testing.assert_allclose(logprobs_N.grad.numpy(), expected_gradient, rtol=2e-6, atol=1e-9)
@@ -87,7 +98,11 @@ def test_an_on_policy_ratio_is_one_and_the_gradient_is_the_plain_policy_gradient
 
 
 def _oracle(
-    train: TrainSection, current: list[list[float]], old: list[list[float]], sampler: list[list[float]]
+    train: TrainSection,
+    current: list[list[float]],
+    old: list[list[float]],
+    sampler: list[list[float]],
+    reference: list[list[float]],
 ) -> tuple[float, list[float]]:
     """Loss, and its derivative by each current log-probability."""
     low, high = 1 - train.clip_low, 1 + train.clip_high
@@ -112,16 +127,23 @@ def _oracle(
             if train.loss == "gspo":
                 ratio = math.exp(mean_difference)
             bounded = min(max(ratio, low), high)
+            r = math.exp(reference[index][t] - current[index][t])
+            loss += share * train.kl_coef * (r - 1 - math.log(r))
+            kl_slope = share * train.kl_coef * (1 - r)
             if train.loss == "cispo":
                 loss -= factors[t] * bounded * advantage * current[index][t]
-                gradient.append(-factors[t] * bounded * advantage)
+                gradient.append(-factors[t] * bounded * advantage + kl_slope)
+                continue
+            if 0 < train.dual_clip < ratio and advantage < 0:
+                loss -= factors[t] * train.dual_clip * advantage
+                gradient.append(kl_slope)
                 continue
             loss -= factors[t] * min(ratio * advantage, bounded * advantage)
             inside = ratio * advantage <= bounded * advantage
             if train.loss == "clipped":
-                gradient.append(-factors[t] * ratio * advantage if inside else 0.0)
+                gradient.append((-factors[t] * ratio * advantage if inside else 0.0) + kl_slope)
             else:  # each token moves the sample's one ratio by ratio / count, at every token of the sample
-                gradient.append(-sum(factors) * ratio * advantage / count if inside else 0.0)
+                gradient.append((-sum(factors) * ratio * advantage / count if inside else 0.0) + kl_slope)
     return loss, gradient
 
 
