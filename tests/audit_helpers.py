@@ -11,9 +11,9 @@ import shutil
 import sqlite3
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
@@ -154,7 +154,7 @@ def build_run_spec(home: Path, name: str, task_queue: str, session_url: str, eng
                 "sampling": {"max_tokens": 12, "stop_token_ids": list(range(60))},
                 "groups_per_step": GROUPS_PER_STEP,
                 "episodes_per_group": MEMBERS,
-                "max_seq_len": 64,
+                "max_seq_len": 80,
             },
             "train": {"learning_rate": 1e-3, "device": "cpu"},
             "services": {
@@ -178,7 +178,9 @@ class Tampered(RecordedEvidence):
     change_manifest: Callable[[GroupManifest], GroupManifest] | None = None
     change_samples: Callable[[SampleSet], SampleSet] | None = None
     change_session: Callable[[RecordedSession], RecordedSession] | None = None
+    change_files: Callable[[RunFiles], RunFiles] | None = None
     digests: dict[str, SessionDigest] | None = None
+    """In place of those that the journal holds."""
 
     async def read_run(self) -> RunHistory:
         history = await super().read_run()
@@ -204,8 +206,12 @@ class Tampered(RecordedEvidence):
         session = await super().read_session(session_id)
         return self.change_session(session) if self.change_session and session else session
 
+    async def read_digest(self, session_id: str) -> SessionDigest | None:
+        return await super().read_digest(session_id) if self.digests is None else self.digests.get(session_id)
+
     async def read_files(self) -> RunFiles:
-        return await super().read_files()
+        files = await super().read_files()
+        return self.change_files(files) if self.change_files else files
 
 
 def audit_tampered(finished: FinishedRun, tamper: Callable[[Tampered], None]) -> AuditReport:
@@ -224,27 +230,41 @@ def audit_tampered(finished: FinishedRun, tamper: Callable[[Tampered], None]) ->
     return asyncio.run(body())
 
 
-def change_sample(sample_set: SampleSet, **arrays: npt.NDArray[np.generic]) -> SampleSet:
-    """The set with arrays of its first sample replaced."""
-    first = dataclasses.replace(sample_set.samples[0], **arrays)  # type: ignore[arg-type]
-    return dataclasses.replace(sample_set, samples=(first, *sample_set.samples[1:]))
+def change_first(sample_set: SampleSet, change: Callable[[Sample], Sample]) -> SampleSet:
+    """The set with its first sample changed."""
+    return dataclasses.replace(sample_set, samples=(change(sample_set.samples[0]), *sample_set.samples[1:]))
 
 
-def replace_at(array: npt.NDArray[np.generic], position: int, value: object) -> npt.NDArray[np.generic]:
-    changed = array.copy()
-    changed[position] = value
-    return changed
+def flip_token(sample: Sample, position: int) -> Sample:
+    """Another token id."""
+    token_ids = sample.token_ids.copy()
+    token_ids[position] ^= 1
+    return dataclasses.replace(sample, token_ids=token_ids)
 
 
-def next_ulp(value: np.float32) -> np.float32:
-    return np.nextafter(value, np.float32(-100), dtype=np.float32)
+def nudge_logprob(sample: Sample, position: int) -> Sample:
+    """The next float32 below."""
+    logprobs = sample.sampler_logprobs.copy()
+    logprobs[position] = np.nextafter(logprobs[position], np.float32(-100))
+    return dataclasses.replace(sample, sampler_logprobs=logprobs)
+
+
+def mask_in(sample: Sample, position: int) -> Sample:
+    """Train a token that is not trained."""
+    loss_mask, versions = sample.loss_mask.copy(), sample.weight_versions.copy()
+    assert not loss_mask[position]
+    loss_mask[position], versions[position] = True, 0
+    return dataclasses.replace(sample, loss_mask=loss_mask, weight_versions=versions)
+
+
+def first_sampled(sample: Sample) -> int:
+    return int(np.flatnonzero(sample.loss_mask)[0])
 
 
 def rewrite_blob(store: LocalStore, reference: BlobRef, change: Callable[[Sample], Sample]) -> None:
     """Change the samples of a blob in place; its hash no longer fits."""
-    sample_set = decode_samples(store.get(reference))
-    samples = (change(sample_set.samples[0]), *sample_set.samples[1:])
-    (store.root / reference.uri).write_bytes(encode_samples(dataclasses.replace(sample_set, samples=samples)))
+    changed = change_first(decode_samples(store.get(reference)), change)
+    (store.root / reference.uri).write_bytes(encode_samples(changed))
 
 
 def reseal(directory: Path) -> None:
@@ -258,8 +278,8 @@ def reseal(directory: Path) -> None:
 
 
 @contextlib.contextmanager
-def edited_json(path: Path) -> Iterator[dict[str, object]]:
+def edited_json(path: Path) -> Iterator[dict[str, Any]]:
     """A JSON file's object, written back afterwards."""
-    value: dict[str, object] = json.loads(path.read_text())
+    value: dict[str, Any] = json.loads(path.read_text())
     yield value
     path.write_text(json.dumps(value))

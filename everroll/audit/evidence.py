@@ -119,7 +119,7 @@ class EpisodeHistory:
 
 @dataclass(frozen=True)
 class GroupHistory:
-    """One execution of `RolloutGroup`."""
+    """A group's workflow `RolloutGroup`, all its executions together."""
 
     request: GroupRequest
     episodes: dict[str, EpisodeHistory] = field(default_factory=dict)

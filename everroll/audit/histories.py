@@ -117,8 +117,9 @@ class HistoryReader:
             AuditInputError: Temporal does not hold its history.
         """
         reader = _GroupReader(self._decode)
-        async for event in self._events(names.group_workflow_id(self._run, group), None):
-            await reader.take(event)
+        for events in await self._read_executions(names.group_workflow_id(self._run, group)):
+            for event in events:
+                await reader.take(event)
         if reader.request is None:
             raise AuditInputError(f"run {self._run}: the history of group {group} has no beginning")
         return GroupHistory(
@@ -139,6 +140,16 @@ class HistoryReader:
                 first = await anext(events)
             run_id = first.workflow_execution_started_event_attributes.continued_execution_run_id
         return run_ids[::-1]
+
+    async def _read_executions(self, workflow_id: str) -> list[list[HistoryEvent]]:
+        """All executions of a workflow that is small, oldest first: usually there is one."""
+        executions = []
+        run_id: str | None = None
+        while run_id != "":
+            events = [event async for event in self._events(workflow_id, run_id)]
+            executions.append(events)
+            run_id = events[0].workflow_execution_started_event_attributes.continued_execution_run_id
+        return executions[::-1]
 
     async def _find_latest(self) -> str:
         try:
@@ -260,7 +271,7 @@ class _RunReader:
 
 @dataclass
 class _GroupReader:
-    """Takes the events of one group."""
+    """Takes the events of one group, execution after execution."""
 
     decode: Any
     request: GroupRequest | None = None
@@ -274,7 +285,9 @@ class _GroupReader:
     async def take(self, event: HistoryEvent) -> None:
         kind = event.event_type
         if kind == EventType.EVENT_TYPE_WORKFLOW_EXECUTION_STARTED:
-            self.request = await self.decode(event.workflow_execution_started_event_attributes.input, GroupRequest)
+            self._scheduled.clear()
+            request = await self.decode(event.workflow_execution_started_event_attributes.input, GroupRequest)
+            self.request = self.request or request
         elif kind == EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED:
             await self._take_scheduled(event)
         elif kind == EventType.EVENT_TYPE_ACTIVITY_TASK_COMPLETED:

@@ -58,7 +58,10 @@ async def audit_run(temporal: Client, run: str, places: Places, on_progress: OnP
         spec = (await HistoryReader(temporal, run).read_start()).spec
         run_dir = places.run_dir or Path(spec.run.output_dir) / spec.run.name
         store_url = places.store_url or spec.services.store_url
-        source = RecordedEvidence(temporal, run, journal, store_url, run_dir)
+        try:
+            source = RecordedEvidence(temporal, run, journal, store_url, run_dir)
+        except ValueError as error:
+            raise AuditInputError(str(error)) from error
         return await audit_evidence(source, on_progress)
     finally:
         await journal.close()

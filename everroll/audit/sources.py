@@ -33,13 +33,16 @@ _STEP_PREFIX = "step_"
 
 
 class RecordedEvidence:
-    """The evidence of one run where its run file says it lies."""
+    """The evidence of one run where its run file says it lies.
+
+    Raises ValueError for a store URL that is not supported.
+    """
 
     def __init__(self, temporal: Client, run: str, journal: JournalReader, store_url: str, run_dir: Path) -> None:
         self._histories = HistoryReader(temporal, run)
         self._run = run
         self._journal = journal
-        self._store_url = store_url
+        self._store = open_store(store_url)
         self._run_dir = run_dir
 
     async def read_run(self) -> RunHistory:
@@ -83,7 +86,7 @@ class RecordedEvidence:
 
     def _read_blob(self, reference: BlobRef) -> tuple[bytes | None, str | None]:
         """A blob, and what is wrong with it. One that was changed is read all the same: the audit says where."""
-        store = open_store(self._store_url)
+        store = self._store
         try:
             return store.get(reference), None
         except StoreError as error:

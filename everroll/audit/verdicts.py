@@ -21,7 +21,10 @@ _I1, _I6 = Invariant.SETTLED_ONCE, Invariant.VERDICTS
 
 
 def check_prompts(group: int, history: GroupHistory, dataset: DatasetRef | None, findings: Findings) -> None:
-    """Every episode played the prompt of the Feistel order, of the data set that the run began with."""
+    """Every episode played its group's prompt of the data set that the run began with.
+
+    That is the prompt of the deterministic order, or the one that a curriculum chose.
+    """
     for session_id, episode in history.episodes.items():
         key, reference = episode.request.key, episode.request.dataset
         where = {"group": group, "member": key.member, "session_id": session_id}
@@ -29,7 +32,9 @@ def check_prompts(group: int, history: GroupHistory, dataset: DatasetRef | None,
         if not findings.expect(PROMPTS, reference == dataset, breach):
             continue
         found = episode.report.prompt_index if episode.report else None
-        wanted = compute_prompt_index(group, reference.num_prompts, reference.seed, reference.shuffle)
+        wanted = history.request.prompt_index
+        if wanted is None:
+            wanted = compute_prompt_index(group, reference.num_prompts, reference.seed, reference.shuffle)
         breach = _breach(_I1, "the episode played another prompt than its group's", where, wanted, found)
         findings.expect(PROMPTS, found is None or found == wanted, breach)
 

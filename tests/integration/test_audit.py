@@ -1,0 +1,529 @@
+"""`everroll audit` on a real finished run: it passes, and each planted corruption is found where it was planted."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import shutil
+import sys
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from everroll.audit.evidence import Generation, GroupHistory, RunHistory, Settled, StepCompleted, StepScheduled
+from everroll.audit.report import AuditReport, Invariant
+from everroll.cli.main import run_command_line
+from everroll.contracts.outcomes import SampleStatus
+from everroll.contracts.rollout import GroupManifest
+from everroll.sessions.digest import digest_samples
+from everroll.sessions.reading import RecordedSession
+from everroll.tokens.samples import SampleSet, decode_samples
+from tests.audit_helpers import (
+    FinishedRun,
+    Tampered,
+    audit_tampered,
+    change_first,
+    edited_json,
+    first_sampled,
+    flip_token,
+    make_finished_run,
+    mask_in,
+    nudge_logprob,
+    reseal,
+    rewrite_blob,
+)
+from tests.conftest import TemporalServer
+
+Cli = Callable[..., tuple[int, str, str]]
+SESSION = "audited-1-0-0"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory, temporal_server: TemporalServer) -> FinishedRun:
+    queue = f"audited-{uuid.uuid4().hex[:8]}"
+    return make_finished_run(tmp_path_factory.mktemp("finished"), "audited", queue, temporal_server)
+
+
+@pytest.fixture
+def tampered(finished: FinishedRun, tmp_path: Path) -> FinishedRun:
+    return finished.copy(tmp_path / "copy")
+
+
+@pytest.fixture
+def cli(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Cli:
+    """Runs the command line in this process: exit code, standard output, standard error."""
+
+    def run(*arguments: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["everroll", *arguments])
+        level = logging.getLogger("temporalio").level
+        try:
+            code = run_command_line()
+        finally:
+            logging.getLogger("temporalio").setLevel(level)
+        output = capsys.readouterr()
+        return code, output.out, output.err
+
+    return run
+
+
+def audit_json(cli: Cli, run: FinishedRun) -> tuple[int, dict[str, Any]]:
+    code, output, _ = cli(*run.arguments(), "--json")
+    return code, json.loads(output)
+
+
+def test_an_honest_run_passes(cli: Cli, finished: FinishedRun) -> None:
+    code, output, error = cli(*finished.arguments())
+    assert (code, error) == (0, "")
+    assert "audit passed" in output
+    assert "run audited, completed: 2 steps, 4 groups (4 trained)" in output
+    code, report = audit_json(cli, finished)
+    assert code == 0
+    assert report["passed"]
+    assert report["num_episodes"] == 8
+    assert report["num_sampled_tokens"] > 50
+    assert {line["invariant"] for line in report["checks"]} == {"I1", "I2", "I3", "I6"}
+    assert all(line["num_checked"] > 0 for line in report["checks"])
+
+
+# Planted on disk, found by the command
+
+
+def test_a_flipped_token_in_the_store(cli: Cli, tampered: FinishedRun) -> None:
+    reference = sample_reference(tampered, 1, 1)
+    sample = decode_samples(tampered.store.get(reference)).samples[0]
+    position = first_sampled(sample)
+    rewrite_blob(tampered.store, reference, lambda sample: flip_token(sample, position))
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    changed, differs = report["breaches"][:2]
+    assert reference.sha256 in changed["message"]
+    assert (differs["group"], differs["member"], differs["sample"], differs["position"]) == (1, 1, 0, position)
+    assert differs["field"] == "token_ids"
+    known = int(sample.token_ids[position])
+    assert (differs["expected"], differs["found"]) == (str(known), str(known ^ 1))
+    code, output, _ = cli(*tampered.arguments())
+    assert code == 1
+    assert f"I2 step 1, group 1, member 1, sample 0, token {position}: token_ids differs" in output
+    assert "audit FAILED" in output
+
+
+def test_a_missing_blob(cli: Cli, tampered: FinishedRun) -> None:
+    (tampered.store.root / sample_reference(tampered, 2, 0).uri).unlink()
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    assert (report["breaches"][0]["group"], report["breaches"][0]["member"]) == (2, 0)
+    assert "cannot read" in report["breaches"][0]["message"]
+
+
+def test_a_changed_reward_in_the_store(cli: Cli, tampered: FinishedRun) -> None:
+    path = next((tampered.store.root / "audited" / "groups" / "00000003").glob("*.json"))
+    with edited_json(path) as manifest:
+        manifest["outcomes"][1]["reward"] += 0.5
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = next(breach for breach in report["breaches"] if breach["field"] == "reward")
+    assert (breach["invariant"], breach["group"], breach["member"]) == ("I6", 3, 1)
+    assert (float(breach["expected"]), float(breach["found"])) == (0.25 + 1 / 3, 0.75 + 1 / 3)
+
+
+@pytest.mark.parametrize(
+    ("column", "field"),
+    [("completion_ids", "token_ids"), ("logprobs", "sampler_logprobs"), ("weight_versions", "weight_versions")],
+)
+def test_an_altered_row_of_the_journal(cli: Cli, tampered: FinishedRun, column: str, field: str) -> None:
+    """The lowest bit of one value is flipped: one ulp of a log-probability."""
+    query = f"SELECT {column} FROM turns WHERE session_id = ? AND turn_index = 0"
+    ((blob,),) = tampered.select(query, SESSION)
+    assert isinstance(blob, bytes)
+    changed = bytes([blob[0] ^ 1]) + blob[1:]
+    tampered.edit_journal(f"UPDATE turns SET {column} = ? WHERE session_id = ? AND turn_index = 0", changed, SESSION)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = next(breach for breach in report["breaches"] if breach["field"])
+    sample = decode_samples(tampered.store.get(sample_reference(tampered, 1, 0))).samples[0]
+    where = (breach["session_id"], breach["sample"], breach["position"], breach["field"])
+    assert where == (SESSION, 0, first_sampled(sample), field)
+    assert breach["expected"] != breach["found"]
+
+
+def test_a_session_that_lost_its_last_turn(cli: Cli, tampered: FinishedRun) -> None:
+    tampered.edit_journal("DELETE FROM turns WHERE session_id = ? AND turn_index = 1", SESSION)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    assert report["breaches"][0]["session_id"] == SESSION
+
+
+def test_a_session_that_is_gone(cli: Cli, tampered: FinishedRun) -> None:
+    for table in ("turns", "digests", "sessions"):
+        tampered.edit_journal(f"DELETE FROM {table} WHERE session_id = ?", SESSION)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    assert "neither turns nor a digest" in report["breaches"][0]["message"]
+
+
+def test_a_step_that_was_skipped(cli: Cli, tampered: FinishedRun) -> None:
+    (tampered.run_dir / "steps" / "step_000001.json").unlink()
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = report["breaches"][0]
+    assert (breach["invariant"], breach["step"], breach["expected"], breach["found"]) == ("I3", 1, "a record", "none")
+
+
+def test_a_step_that_was_applied_twice(cli: Cli, tampered: FinishedRun) -> None:
+    metrics = tampered.run_dir / "metrics.jsonl"
+    first, second = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text(first + first + second)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = report["breaches"][0]
+    assert (breach["invariant"], breach["expected"], breach["found"]) == ("I3", "step 2", "step 1")
+
+
+def test_a_batch_in_another_order(cli: Cli, tampered: FinishedRun) -> None:
+    with edited_json(tampered.run_dir / "steps" / "step_000002.json") as record:
+        record["batch"].reverse()
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = report["breaches"][0]
+    assert (breach["invariant"], breach["step"], breach["group"]) == ("I3", 2, 3)
+    assert breach["expected"].startswith("group 2 ")
+    assert breach["found"].startswith("group 3 ")
+
+
+@pytest.mark.parametrize("kind", ["weights", "checkpoints"])
+def test_weights_that_no_step_made(cli: Cli, tampered: FinishedRun, kind: str) -> None:
+    """Even when the directory's own manifest was made to fit."""
+    directory = tampered.run_dir / kind / "step_000001"
+    weights = directory / "model.safetensors"
+    body = bytearray(weights.read_bytes())
+    body[-1] ^= 1
+    weights.unlink()  # the copy may share the file with others
+    weights.write_bytes(body)
+    reseal(directory)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    assert [(breach["invariant"], breach["step"]) for breach in report["breaches"]] == [("I3", 1)]
+    assert "is not what the step made" in report["breaches"][0]["message"]
+
+
+def test_a_checkpoint_of_another_step(cli: Cli, tampered: FinishedRun) -> None:
+    first, second = (tampered.run_dir / "checkpoints" / f"step_00000{step}" for step in (1, 2))
+    shutil.rmtree(second)
+    shutil.copytree(first, second)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    assert any("of another step" in breach["message"] for breach in report["breaches"])
+
+
+# What cannot be audited
+
+
+def test_what_is_missing_is_said(cli: Cli, finished: FinishedRun, tmp_path: Path) -> None:
+    address = ("--address", finished.temporal.address)
+    arguments = finished.arguments()
+    code, _, error = cli("audit", "nobody", "--journal", str(finished.journal), *address)
+    assert (code, error.count("\n")) == (2, 1)
+    assert "no run named 'nobody'" in error
+    code, _, error = cli("audit", "audited", *address, "--dir", str(tmp_path))
+    assert code == 2
+    assert f"no journal at {tmp_path}/sessions.sqlite" in error
+    assert "--journal" in error
+    (tmp_path / "other").write_text("no database")
+    code, _, error = cli("audit", "audited", *address, "--journal", str(tmp_path / "other"))
+    assert code == 2
+    assert "is no journal" in error
+    code, _, error = cli(*arguments, "--run-dir", str(tmp_path / "nowhere"))
+    assert code == 2
+    assert "no run directory" in error
+    code, _, error = cli(*arguments, "--store", "ftp://nowhere")
+    assert code == 2
+    assert "ftp" in error
+
+
+# Retention has passed: the rows are gone, the digests stay
+
+
+def forget_turns(run: FinishedRun) -> None:
+    """What retention does: a digest of every session is kept, its rows are not."""
+    for manifest in run.manifests():
+        for outcome in manifest.outcomes:
+            assert outcome.samples is not None
+            samples = decode_samples(run.store.get(outcome.samples.blob)).samples
+            digest = digest_samples(outcome.key.session_id, samples, 80).model_dump_json()
+            sql = "INSERT OR REPLACE INTO digests (session_id, digest, num_turns) VALUES (?, ?, 2)"
+            run.edit_journal(sql, outcome.key.session_id, digest)
+    run.edit_journal("DELETE FROM turns")
+
+
+def test_after_retention_digests_are_compared(cli: Cli, tampered: FinishedRun) -> None:
+    forget_turns(tampered)
+    code, report = audit_json(cli, tampered)
+    assert (code, report["num_by_digest"]) == (0, 8)
+    assert any("retention has passed" in note for note in report["notes"])
+    rewrite_blob(tampered.store, sample_reference(tampered, 2, 1), lambda sample: nudge_logprob(sample, 60))
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = report["breaches"][1]
+    assert (breach["group"], breach["member"], breach["sample"]) == (2, 1, 0)
+    assert "digest kept at release" in breach["message"]
+
+
+def test_the_digest_tells_which_side_was_changed(finished: FinishedRun) -> None:
+    outcome = finished.manifests()[1].outcomes[0]
+    assert outcome.samples is not None
+    samples = decode_samples(finished.store.get(outcome.samples.blob)).samples
+    digests = {SESSION: digest_samples(SESSION, samples, 80)}
+
+    def lie_in_the_store(source: Tampered) -> None:
+        source.digests = digests
+        source.change_samples = of_session(SESSION, lambda found: change_first(found, lambda s: flip_token(s, 3)))
+
+    def lie_in_the_journal(source: Tampered) -> None:
+        source.digests = digests
+        source.change_session = change_completion
+
+    (breach,) = audit_tampered(finished, lie_in_the_store).breaches[:1]
+    assert "the store does not agree" in breach.message
+    first, second = audit_tampered(finished, lie_in_the_journal).breaches[:2]
+    assert "not those of the digest" in first.message
+    assert "the journal was changed" in second.message
+
+
+# Altered between reading and checking: what no hash would show
+
+
+def of_session(session_id: str, change: Callable[[SampleSet], SampleSet]) -> Callable[[SampleSet], SampleSet]:
+    return lambda found: change(found) if found.session_id == session_id else found
+
+
+def change_completion(session: RecordedSession) -> RecordedSession:
+    if session.session_id != SESSION:
+        return session
+    first = session.turns[0]
+    ids = first.tokens.completion_ids.copy()
+    ids[0] ^= 1
+    changed = dataclasses.replace(first, tokens=dataclasses.replace(first.tokens, completion_ids=ids))
+    return dataclasses.replace(session, turns=[changed, *session.turns[1:]])
+
+
+@pytest.mark.parametrize(
+    ("change", "field"),
+    [
+        (lambda sample: flip_token(sample, first_sampled(sample)), "token_ids"),
+        (lambda sample: flip_token(sample, 3), "token_ids"),
+        (lambda sample: nudge_logprob(sample, first_sampled(sample)), "sampler_logprobs"),
+        (lambda sample: mask_in(sample, first_sampled(sample) - 1), "loss_mask"),
+        (lambda sample: dataclasses.replace(sample, temperature=0.5), "temperature"),
+        (lambda sample: dataclasses.replace(sample, finish_reason="other"), "finish_reason"),
+    ],
+)
+def test_samples_that_are_not_the_sessions(finished: FinishedRun, change: Any, field: str) -> None:
+    def tamper(source: Tampered) -> None:
+        source.change_samples = of_session(SESSION, lambda found: change_first(found, change))
+
+    breach = find_first(audit_tampered(finished, tamper), Invariant.TOKENS)
+    assert (breach.step, breach.group, breach.member, breach.sample) == (1, 1, 0, 0)
+    assert breach.field == field
+    sample = decode_samples(finished.store.get(sample_reference(finished, 1, 0))).samples[0]
+    positions = {"loss_mask": first_sampled(sample) - 1, "sampler_logprobs": first_sampled(sample)}
+    if field in positions:
+        assert breach.position == positions[field]
+    if field == "sampler_logprobs":
+        assert breach.expected is not None
+        assert breach.found is not None
+        bits = [int(text.split("bits ")[1].rstrip(")"), 16) for text in (breach.expected, breach.found)]
+        assert bits[1] - bits[0] == 1
+    if field == "loss_mask":
+        assert (breach.expected, breach.found) == ("False", "True")
+
+
+def test_a_trained_prompt_token_is_found_apart_from_the_assembly(finished: FinishedRun) -> None:
+    def tamper(source: Tampered) -> None:
+        change = lambda found: change_first(found, lambda sample: mask_in(sample, 2))  # noqa: E731
+        source.change_samples = of_session(SESSION, change)
+
+    report = audit_tampered(finished, tamper)
+    assert any("a token that was not sampled is trained" in breach.message for breach in report.breaches)
+
+
+def test_a_token_of_weights_to_come(finished: FinishedRun) -> None:
+    def tamper(source: Tampered) -> None:
+        def age(found: SampleSet) -> SampleSet:
+            versions = np.where(found.samples[0].loss_mask, 1, -1).astype(np.int32)
+            return change_first(found, lambda sample: dataclasses.replace(sample, weight_versions=versions))
+
+        source.change_samples = of_session(SESSION, age)
+
+    breach = find_first(audit_tampered(finished, tamper), Invariant.TOKENS)
+    assert (breach.expected, breach.found) == ("at most 0", "1")
+
+
+def test_members_that_swapped_their_samples(finished: FinishedRun) -> None:
+    def tamper(source: Tampered) -> None:
+        def swap(manifest: GroupManifest) -> GroupManifest:
+            first, second = manifest.outcomes
+            swapped = [
+                first.model_copy(update={"samples": second.samples}),
+                second.model_copy(update={"samples": first.samples}),
+            ]
+            return manifest.model_copy(update={"outcomes": swapped}) if manifest.group == 2 else manifest
+
+        source.change_manifest = swap
+
+    report = audit_tampered(finished, tamper)
+    first = next(breach for breach in report.breaches if "samples are those of another session" in breach.message)
+    assert (first.group, first.member, first.expected, first.found) == (2, 0, "audited-2-0-0", "audited-2-1-0")
+    assert any(breach.invariant is Invariant.VERDICTS and breach.member == 1 for breach in report.breaches)
+
+
+@pytest.mark.parametrize(
+    ("update", "text"),
+    [
+        ({"status": SampleStatus.ABORTED}, "an episode without a verdict is trained"),
+        ({"status": SampleStatus.FAILED}, "an episode without a verdict is trained"),
+        ({"reward": None}, "an episode without a verdict is trained"),
+        ({"reward": 0.0}, "the reward is not what the episode reported"),
+    ],
+)
+def test_outcomes_that_nobody_reported(finished: FinishedRun, update: dict[str, object], text: str) -> None:
+    def tamper(source: Tampered) -> None:
+        def change(manifest: GroupManifest) -> GroupManifest:
+            first, second = manifest.outcomes
+            return manifest.model_copy(update={"outcomes": [first, second.model_copy(update=update)]})
+
+        source.change_manifest = lambda manifest: change(manifest) if manifest.group == 3 else manifest
+
+    report = audit_tampered(finished, tamper)
+    breach = next(breach for breach in report.breaches if breach.message == text)
+    assert (breach.invariant, breach.step, breach.group, breach.member) == (Invariant.VERDICTS, 2, 3, 1)
+
+
+def test_a_verdict_that_the_episode_never_gave(finished: FinishedRun) -> None:
+    """The manifest says completed; the group's history says that the agent failed."""
+
+    def tamper(source: Tampered) -> None:
+        def fail(history: GroupHistory) -> GroupHistory:
+            episode = history.episodes[SESSION]
+            assert episode.report is not None
+            failed = episode.report.model_copy(update={"status": SampleStatus.FAILED})
+            episodes = {**history.episodes, SESSION: dataclasses.replace(episode, report=failed)}
+            return dataclasses.replace(history, episodes=episodes)
+
+        source.change_group = lambda history: fail(history) if history.request.group == 1 else history
+
+    breach = find_first(audit_tampered(finished, tamper), Invariant.VERDICTS)
+    assert (breach.group, breach.member) == (1, 0)
+    assert breach.found is not None
+    assert "reported failed" in breach.found
+
+
+def test_another_prompt_than_the_order_says(finished: FinishedRun) -> None:
+    def tamper(source: Tampered) -> None:
+        def change(history: GroupHistory) -> GroupHistory:
+            episodes = dict(history.episodes)
+            for session_id, episode in episodes.items():
+                assert episode.report is not None
+                assert episode.report.prompt_index is not None
+                other = episode.report.model_copy(update={"prompt_index": (episode.report.prompt_index + 1) % 5})
+                episodes[session_id] = dataclasses.replace(episode, report=other)
+            return dataclasses.replace(history, episodes=episodes)
+
+        source.change_group = lambda history: change(history) if history.request.group == 2 else history
+
+    breach = find_first(audit_tampered(finished, tamper), Invariant.SETTLED_ONCE)
+    assert breach.group == 2
+    assert "another prompt" in breach.message
+
+
+def edit_events(change: Callable[[list[Any]], list[Any]]) -> Callable[[Tampered], None]:
+    def tamper(source: Tampered) -> None:
+        def edit(history: RunHistory) -> RunHistory:
+            (generation,) = history.generations
+            events = change(list(generation.events))
+            return dataclasses.replace(history, generations=[Generation(generation.run_id, None, events)])
+
+        source.change_run = edit
+
+    return tamper
+
+
+def drop_group(group: int) -> Callable[[list[Any]], list[Any]]:
+    """As if the prompt had been skipped."""
+    return lambda events: [event for event in events if getattr(getattr(event, "request", None), "group", -1) != group]
+
+
+def double(kind: type, group: int) -> Callable[[list[Any]], list[Any]]:
+    def change(events: list[Any]) -> list[Any]:
+        event = next(event for event in events if isinstance(event, kind) and event.group == group)
+        return [*events, event]
+
+    return change
+
+
+def train_twice(events: list[Any]) -> list[Any]:
+    scheduled = next(event for event in events if isinstance(event, StepScheduled))
+    completed = next(event for event in events if isinstance(event, StepCompleted))
+    index = events.index(completed) + 1
+    return [*events[:index], scheduled, completed, *events[index:]]
+
+
+def skip_step(events: list[Any]) -> list[Any]:
+    return [
+        event
+        for event in events
+        if not (isinstance(event, StepScheduled) and event.request.step == 1)
+        and not (isinstance(event, StepCompleted) and event.requested_step == 1)
+    ]
+
+
+def reverse_batch(events: list[Any]) -> list[Any]:
+    return [
+        dataclasses.replace(event, request=event.request.model_copy(update={"batch": event.request.batch[::-1]}))
+        if isinstance(event, StepScheduled)
+        else event
+        for event in events
+    ]
+
+
+def never_settle(events: list[Any]) -> list[Any]:
+    return [event for event in events if not (isinstance(event, Settled) and event.group == 3)]
+
+
+@pytest.mark.parametrize(
+    ("change", "invariant", "text", "where"),
+    [
+        (drop_group(1), Invariant.SETTLED_ONCE, "groups are not dispensed in order", {"group": 2}),
+        (double(Settled, 1), Invariant.SETTLED_ONCE, "the group was settled again", {"group": 1}),
+        (train_twice, Invariant.STEPS, "the step was handed to the trainer again", {"step": 1}),
+        (skip_step, Invariant.STEPS, "the steps are not taken in order", {"step": 2}),
+        (reverse_batch, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"step": 1}),
+        (never_settle, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"group": 3}),
+    ],
+)
+def test_histories_that_did_not_happen(
+    finished: FinishedRun,
+    change: Callable[[list[Any]], list[Any]],
+    invariant: Invariant,
+    text: str,
+    where: dict[str, int],
+) -> None:
+    report = audit_tampered(finished, edit_events(change))
+    breach = next(breach for breach in report.breaches if breach.message == text)
+    assert breach.invariant is invariant
+    assert {name: value for name, value in breach.model_dump().items() if name in where} == where
+
+
+def sample_reference(run: FinishedRun, group: int, member: int) -> Any:
+    samples = run.manifests()[group].outcomes[member].samples
+    assert samples is not None
+    return samples.blob
+
+
+def find_first(report: AuditReport, invariant: Invariant) -> Any:
+    assert not report.passed
+    return next(breach for breach in report.breaches if breach.invariant is invariant)
