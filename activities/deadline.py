@@ -18,11 +18,11 @@ class DeadlinePassedError(Exception):
     """The work did not end in time. No `TimeoutError`, which the work may raise by itself."""
 
 
-async def run_within(work: Coroutine[Any, Any, T], seconds: float, grace_seconds: float = _GRACE_SECONDS) -> T:
+async def run_within(work: Coroutine[Any, Any, T], seconds: float) -> T:
     """The result of `work`, or whatever it raises.
 
-    Late work is cancelled; if it does not end within `grace_seconds` either, it is left behind with a warning. The same
-    holds when the caller is cancelled.
+    Late work is cancelled; if it does not end within five more seconds either, it is left behind with a warning. The
+    same holds when the caller is cancelled.
 
     Raises:
         DeadlinePassedError: it did not end within `seconds`.
@@ -31,21 +31,21 @@ async def run_within(work: Coroutine[Any, Any, T], seconds: float, grace_seconds
     try:
         done, _ = await asyncio.wait({task}, timeout=seconds)
     except asyncio.CancelledError:
-        await _end(task, grace_seconds)
+        await _end(task)
         raise
     if not done:
-        await _end(task, grace_seconds)
+        await _end(task)
         raise DeadlinePassedError
     return task.result()
 
 
-async def _end(task: asyncio.Task[Any], grace_seconds: float) -> None:
+async def _end(task: asyncio.Task[Any]) -> None:
     task.cancel()
     _left_behind.add(task)
     task.add_done_callback(_forget)
-    _, pending = await asyncio.wait({task}, timeout=grace_seconds)
+    _, pending = await asyncio.wait({task}, timeout=_GRACE_SECONDS)
     if pending:
-        activity.logger.warning("it goes on %.0f s after it was cancelled, and is left behind", grace_seconds)
+        activity.logger.warning("it goes on %.0f s after it was cancelled, and is left behind", _GRACE_SECONDS)
 
 
 def _forget(task: asyncio.Task[Any]) -> None:

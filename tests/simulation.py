@@ -108,6 +108,8 @@ class Simulation:
     train_gate: asyncio.Event | None = None
     on_publish: Callable[[PublishRequest], None] = lambda request: None
     """May raise, as an engine that is away or refuses the weights makes `publish_weights` do."""
+    on_prepare_trainer: Callable[[PrepareTrainerRequest], None] = lambda request: None
+    """May raise."""
     train_queue_suffix: str = ""
     """Anything but empty leaves training without a worker."""
     dataset: DatasetRef = DATASET
@@ -126,6 +128,7 @@ class Simulation:
 
     @activity.defn(name=names.PREPARE_TRAINER)
     async def prepare_trainer(self, request: PrepareTrainerRequest) -> Weights:
+        self.on_prepare_trainer(request)
         return Weights(version=0, path="weights/0")
 
     @activity.defn(name=names.RUN_EPISODE)

@@ -1,0 +1,174 @@
+"""What a run waits for, by name (I8, B2, B3): from the run itself, and from outside when no worker answers."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from datetime import timedelta
+
+import pytest
+from temporalio.client import WorkflowHandle
+
+from everroll import survey as survey_module
+from everroll.cli.progress import list_attention
+from everroll.client import EverrollClient, RunView
+from everroll.contracts import names
+from everroll.contracts.training import PrepareTrainerRequest, TrainingRunResult
+from tests.integration.test_orchestration import wait_for_status
+from tests.simulation import Simulation, build_spec
+from workflows import policies
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own survey comes after one second, and what waits for half a second is worth a word."""
+    monkeypatch.setattr(policies, "SURVEY_FIRST", timedelta(seconds=1))
+    monkeypatch.setattr(survey_module, "_ROUTINE_SECONDS", 0.5)
+
+
+async def wait_for_survey(client: EverrollClient, run_name: str, activity: str) -> RunView:
+    """Until the run itself says that it waits for this."""
+    return await wait_for_status(
+        client,
+        run_name,
+        lambda view: (
+            view.status is not None
+            and view.status.survey is not None
+            and any(item.activity == activity for item in view.status.survey.waiting)
+        ),
+    )
+
+
+async def cancel(client: EverrollClient, run_name: str) -> None:
+    """Cancel and wait until it is done."""
+    await client.cancel(run_name)
+    await wait_for_status(client, run_name, lambda view: view.state != "running")
+
+
+async def read_details(handle: WorkflowHandle[object, TrainingRunResult]) -> str:
+    """Current details, as the web UI shows them."""
+    return str(await handle.query("__temporal_workflow_metadata"))
+
+
+def test_the_first_survey_comes_within_a_minute() -> None:
+    """B2: with the time that a survey may take."""
+    latest = policies.SURVEY_FIRST + policies.LIGHT_START_TO_CLOSE / 2
+    assert latest <= timedelta(minutes=1)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_run_without_a_trainer_says_so(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    simulation = Simulation(train_queue_suffix="-elsewhere")
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        view = await wait_for_survey(client, run_name, "prepare_trainer")
+        details = await read_details(client.temporal.get_workflow_handle(names.run_workflow_id(run_name)))
+        await cancel(client, run_name)
+    attention = "\n".join(list_attention(view))
+    assert "waits for the run prepare_trainer since" in attention
+    assert f"no worker of {task_queue}-train has taken it" in attention
+    assert f"no worker of {task_queue}-train has taken it" in details
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_step_that_takes_long_is_named(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Also outside of the rollout; and it is forgotten once there is progress."""
+    simulation = Simulation(train_gate=asyncio.Event())
+    assert simulation.train_gate is not None
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}))
+        view = await wait_for_survey(client, run_name, "train_step")
+        simulation.train_gate.set()
+        await client.result(run_name)
+        after = await client.status(run_name)
+    assert view.status is not None
+    assert view.status.survey is not None
+    assert [item.subject for item in view.status.survey.waiting] == ["the run train_step"]
+    assert after.status is not None
+    assert after.status.survey is None
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_rollouts_without_a_worker_are_named(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """B2: which episodes wait, since when."""
+    simulation = Simulation(rollout_queue_suffix="-elsewhere")
+    started = time.time()
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        view = await wait_for_survey(client, run_name, "episode-1-0")
+        await cancel(client, run_name)
+    assert view.status is not None
+    assert view.status.survey is not None
+    assert view.status.survey.num_waiting == 4
+    assert all(item.stuck and item.since > started - 5 for item in view.status.survey.waiting)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_retried_activity_shows_its_last_failure(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    simulation = Simulation(gate=asyncio.Event())
+
+    def give_up(request: PrepareTrainerRequest) -> None:
+        raise TimeoutError("the disk is slow")
+
+    simulation.on_prepare_trainer = give_up
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        view = await wait_for_status(
+            client,
+            run_name,
+            lambda view: any("the disk is slow" in line for line in list_attention(view)),
+        )
+        await cancel(client, run_name)
+    (line,) = list_attention(view)
+    assert "the run prepare_trainer" in line
+    assert ", attempt " in line
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_status_without_any_worker(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Within seconds, and with what is missing."""
+    await client.start(build_spec(run_name, task_queue))
+    await asyncio.sleep(0.6)
+    started = time.monotonic()
+    view = await client.status(run_name, survey=True)
+    assert time.monotonic() - started < 6
+    await client.temporal.get_workflow_handle(names.run_workflow_id(run_name)).terminate()
+    assert view.state == "running"
+    text = "\n".join(list_attention(view))
+    assert f"no workflow worker of task queue {task_queue} answers; is one running?" in text
+    assert "waits for the run workflow task since" in text
+    assert f"no worker of {task_queue} has taken it" in text
+
+
+async def test_status_of_a_run_that_ended_before_its_workers(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    async with Simulation().workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await client.result(run_name)
+    started = time.monotonic()
+    view = await client.status(run_name, survey=True)
+    assert time.monotonic() - started < 6
+    assert view.state == "completed"
+    assert view.status is None
+    assert view.indexed is not None
+    assert (view.indexed.step, view.indexed.phase, view.indexed.reward) == (2, "completed", 0.25)
+    assert view.result is not None
+    assert view.result.trained_groups == 4
+
+
+async def test_status_asks_what_a_silent_run_waits_for(client: EverrollClient, run_name: str, task_queue: str) -> None:
+    """Groups of a run whose workers are gone are found by Temporal's index."""
+    simulation = Simulation(gate=asyncio.Event())
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await wait_for_status(client, run_name, lambda view: len(simulation.episodes) == 4)
+        deadline = time.monotonic() + 20
+        while (survey := (await client.status(run_name, survey=True)).survey) is None or survey.num_waiting < 4:
+            assert time.monotonic() < deadline, survey
+        await cancel(client, run_name)
+    assert {item.subject for item in survey.waiting} == {
+        f"group {group} episode-{member}-0" for group in (0, 1) for member in (0, 1)
+    }
