@@ -2,6 +2,9 @@
 
 ROLE is `workflows`, `rollout` or `trainer`. Settings come from the environment (`worker.settings`). The line
 `worker ready` on standard error says that it polls.
+
+A trainer of several processes is started with torchrun: `torchrun --standalone --nproc-per-node 2 -m worker trainer`.
+Rank 0 polls, and the others do as it says.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ import os
 import signal
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
@@ -22,6 +26,9 @@ from everroll.logs import configure_logging
 from everroll.temporal import install_runtime
 from worker.build import build_worker
 from worker.settings import Role, WorkerSettings, load_settings
+
+if TYPE_CHECKING:
+    from trainer.distributed.ranks import Ranks
 
 logger = logging.getLogger("worker")
 _CONNECT_SECONDS = 60.0
@@ -41,8 +48,11 @@ def check_root() -> None:
             )
 
 
-async def serve(role: Role, settings: WorkerSettings) -> None:
-    """Poll until SIGTERM or SIGINT, then let activities finish for a while."""
+async def serve(role: Role, settings: WorkerSettings, ranks: Ranks | None = None) -> int:
+    """Poll until SIGTERM or SIGINT, then let activities finish for a while. Returns the exit code.
+
+    A trainer that has lost one of its processes ends with 1, so that whoever started them starts them again.
+    """
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -51,10 +61,30 @@ async def serve(role: Role, settings: WorkerSettings) -> None:
     if role is Role.WORKFLOWS:
         # A search attribute that is not registered would keep workflow tasks failing for ever.
         await client.register_search_attributes()
-    async with build_worker(role, client.temporal, settings) as worker, worker:
+    if ranks is not None:
+        ranks.when_lost(lambda: _set_from_thread(loop, stop))
+    async with build_worker(role, client.temporal, settings, ranks) as worker, worker:
         logger.info("worker ready: %s on %s", role.value, worker.task_queue)
         await stop.wait()
         logger.info("worker stopping")
+    return 1 if ranks is not None and ranks.lost else 0
+
+
+def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:
+    loop.call_soon_threadsafe(event.set)
+
+
+def join_ranks(settings: WorkerSettings) -> Ranks | int:
+    """Rank 0 gets all ranks to work with; any other lives here, and gets its exit code."""
+    import torch
+
+    from trainer.distributed.ranks import Ranks, follow
+    from trainer.distributed.world import join_world
+
+    if settings.torch_threads:
+        torch.set_num_threads(settings.torch_threads)
+    world = join_world(settings.collective_timeout_seconds)
+    return Ranks(world) if world.rank == 0 else follow(world)
 
 
 def main() -> int:
@@ -68,13 +98,18 @@ def main() -> int:
     except ValidationError as error:
         print(f"worker: the environment is not valid: {error}", file=sys.stderr)
         return 2
+    ranks = None
+    if arguments.role is Role.TRAINER and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        joined = join_ranks(settings)
+        if isinstance(joined, int):
+            return joined
+        ranks = joined
     install_runtime(settings.metrics_address)
     try:
-        asyncio.run(serve(arguments.role, settings))
+        return asyncio.run(serve(arguments.role, settings, ranks))
     except ConnectionError as error:
         print(f"worker: {error}", file=sys.stderr)
         return 1
-    return 0
 
 
 if __name__ == "__main__":

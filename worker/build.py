@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import socket
 from collections.abc import AsyncIterator
 from datetime import timedelta
+from typing import TYPE_CHECKING
 
 from temporalio.client import Client
 from temporalio.worker import PollerBehaviorAutoscaling, Worker
@@ -25,14 +28,23 @@ from worker.settings import Role, WorkerSettings
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
+if TYPE_CHECKING:
+    from trainer.distributed.ranks import Ranks
+
 _MAX_CACHED_WORKFLOWS = 2000
 _LIGHT_ACTIVITIES = 64
 
 
 @contextlib.asynccontextmanager
-async def build_worker(role: Role, client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
-    """A worker of one role and what it holds open."""
-    builders = {Role.WORKFLOWS: _workflow_worker, Role.ROLLOUT: _rollout_worker, Role.TRAINER: _trainer_worker}
+async def build_worker(
+    role: Role, client: Client, settings: WorkerSettings, ranks: Ranks | None = None
+) -> AsyncIterator[Worker]:
+    """A worker of one role and what it holds open. `ranks` are the processes of a trainer that has several."""
+    if role is Role.TRAINER:
+        async with _trainer_worker(client, settings, ranks) as worker:
+            yield worker
+        return
+    builders = {Role.WORKFLOWS: _workflow_worker, Role.ROLLOUT: _rollout_worker}
     async with builders[role](client, settings) as worker:
         yield worker
 
@@ -95,7 +107,7 @@ async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIter
 
 
 @contextlib.asynccontextmanager
-async def _trainer_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
+async def _trainer_worker(client: Client, settings: WorkerSettings, ranks: Ranks | None) -> AsyncIterator[Worker]:
     # Torch is loaded by this role only.
     from activities.training import TrainingActivities
     from trainer.service import Trainer
@@ -104,9 +116,12 @@ async def _trainer_worker(client: Client, settings: WorkerSettings) -> AsyncIter
         import torch
 
         torch.set_num_threads(settings.torch_threads)
-    training = TrainingActivities(Trainer())
+    trainer = Trainer(ranks=ranks)
+    training = TrainingActivities(trainer)
     yield Worker(
         client,
+        # The local stack knows this worker by the process that it started, which with several ranks is torchrun.
+        identity=None if ranks is None else f"{os.getppid()}@{socket.gethostname()}",
         task_queue=names.train_queue(settings.task_queue),
         activities=[training.prepare_trainer, training.train_step],
         interceptors=[BoundaryInterceptor()],
@@ -114,3 +129,4 @@ async def _trainer_worker(client: Client, settings: WorkerSettings) -> AsyncIter
         max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
         graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
     )
+    trainer.close()

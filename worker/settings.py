@@ -39,6 +39,8 @@ class WorkerSettings(Spec):
     """Most episodes, and most collections, that one rollout worker runs at once."""
     torch_threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
+    collective_timeout_seconds: float = Field(default=1800.0, gt=0)
+    """Of several trainer processes, how long one waits for the others within one operation before it gives up."""
     heartbeat_throttle_seconds: float = Field(default=1.0, gt=0)
     """Longest time that a heartbeat is held back: the work lost when a worker dies, against load on the server."""
     graceful_shutdown_seconds: float = Field(default=5.0, ge=0)

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from trainer.distributed.sharing import Pass, Split, plan_passes
@@ -170,7 +170,15 @@ class _LogprobsModule(nn.Module):
         return outcome.logprobs_N, outcome.entropy_N
 
     def compute(self, batch: MicroBatch) -> TokenLogprobs:
-        return TokenLogprobs(*self(batch))
+        """Between passes, every process holds its part only.
+
+        A pass with gradient ends so by itself, after its backward pass; one without would leave the root gathered, and
+        the next pass would then not see what the optimizer has done to the parts.
+        """
+        outcome = TokenLogprobs(*self(batch))
+        if isinstance(self, FSDPModule) and not torch.is_grad_enabled():
+            self.reshard()
+        return outcome
 
 
 def _find_blocks(model: nn.Module) -> Iterator[nn.Module]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
+from collections.abc import Callable
 
 import torch
 
@@ -28,6 +30,16 @@ class Ranks:
         if world is not None:
             world.start_idling(Idle().model_dump_json())
 
+    @property
+    def lost(self) -> bool:
+        """Whether a process was lost; then this one must end."""
+        return self._world is not None and self._world.broken.is_set()
+
+    def when_lost(self, act: Callable[[], None]) -> None:
+        """Call `act`, from any thread, once a process was lost."""
+        if self._world is not None:
+            self._world.when_broken(act)
+
     def do(self, work: Work, on_progress: Progress) -> None:
         """
         Raises:
@@ -44,7 +56,7 @@ class Ranks:
         world.send(work.model_dump_json())
         failure = _attempt(self.replica, work, on_progress)
         if failure is not None and not isinstance(failure, (TrainingError, StoreError)):
-            world.broken.set()  # the others may be waiting within the work
+            world.mark_broken()  # the others may be waiting within the work
             if isinstance(failure, RuntimeError):
                 raise LostRankError(f"{work.kind} broke off: {failure}") from failure
             raise failure
@@ -61,7 +73,8 @@ class Ranks:
         if world is None or world.broken.is_set():
             return
         world.close()
-        world.send(Stop().model_dump_json())
+        with contextlib.suppress(LostRankError):  # then it has ended already
+            world.send(Stop().model_dump_json())
 
 
 def follow(world: World) -> int:

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 
 import torch
@@ -40,6 +40,19 @@ class World:
         self._outcomes = dist.new_group(backend="gloo", timeout=collective_limit)
         self._turn = threading.Lock()
         self._closed = threading.Event()
+        self._on_loss: Callable[[], None] = _do_nothing
+
+    def when_broken(self, act: Callable[[], None]) -> None:
+        """Call `act`, from any thread, once a process was lost."""
+        self._on_loss = act
+        if self.broken.is_set():
+            act()
+
+    def mark_broken(self) -> None:
+        """From here on nothing more can be done."""
+        if not self.broken.is_set():
+            self.broken.set()
+            self._on_loss()
 
     def send(self, command: str) -> None:
         """Rank 0 to all others.
@@ -95,8 +108,12 @@ class World:
         try:
             yield
         except RuntimeError as error:
-            self.broken.set()
+            self.mark_broken()
             raise LostRankError(f"rank {self.rank} of {self.size}: {what}: {error}") from error
+
+
+def _do_nothing() -> None:
+    """No one wants to know."""
 
 
 def is_distributed(environment: Mapping[str, str]) -> bool:
