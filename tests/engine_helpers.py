@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
@@ -24,6 +25,7 @@ from transformers import (
     Qwen3Config,
 )
 
+from everroll.engines.embedded.core import EngineCore
 from everroll.engines.embedded.server import EngineSettings, build_server, open_listener
 from everroll.engines.http import EngineTimeouts, open_client_session
 from everroll.engines.sglang import SGLangEngine
@@ -129,6 +131,43 @@ def running_engine(checkpoint: Path, **settings: object) -> Iterator[str]:
             server.should_exit = True
             thread.join(timeout=20)
             assert not thread.is_alive(), "the engine did not stop"
+
+
+class StepGate:
+    """Holds an engine of this process still, with requests in the middle of their tokens.
+
+    Once armed, the engine's thread takes `steps` steps with that many requests running, and then none until the gate
+    is opened and a command (a pause, an update, an abort) wakes it: what happens next does not depend on time.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self._count: int | None = None
+        self._left = 0
+        self._holding = threading.Event()
+        step, has_work = EngineCore._step, EngineCore._has_work
+
+        def counted_step(core: EngineCore) -> None:
+            step(core)
+            if self._count is not None and len(core._scheduler.running) >= self._count:
+                self._left -= 1
+
+        def gated_has_work(core: EngineCore) -> bool:
+            if self._count is None or self._left > 0:
+                return has_work(core)
+            self._holding.set()
+            return False
+
+        patch.setattr(EngineCore, "_step", counted_step)
+        patch.setattr(EngineCore, "_has_work", gated_has_work)
+
+    def arm(self, count: int, steps: int = 20) -> None:
+        self._holding.clear()
+        self._count, self._left = count, steps
+
+    async def open(self) -> None:
+        """Wait until the engine stands still; it goes on with the next command."""
+        assert await asyncio.to_thread(self._holding.wait, 20), "the engine did not get so far"
+        self._count = None
 
 
 @asynccontextmanager

@@ -19,9 +19,11 @@ from everroll.engines.base import (
     PauseMode,
     WeightUpdateError,
 )
+from everroll.engines.embedded.runner import ModelRunner
 from everroll.engines.sglang import SGLangEngine
 from tests.engine_helpers import (
     Reference,
+    StepGate,
     change_checkpoint,
     engine_client,
     logprobs_after_update,
@@ -48,30 +50,31 @@ def references(checkpoints: tuple[Path, Path]) -> tuple[Reference, Reference]:
 
 
 @pytest.fixture
-async def engine(checkpoints: tuple[Path, Path]) -> AsyncIterator[SGLangEngine]:
+def gate(monkeypatch: pytest.MonkeyPatch) -> StepGate:
+    return StepGate(monkeypatch)
+
+
+@pytest.fixture
+async def engine(checkpoints: tuple[Path, Path], gate: StepGate) -> AsyncIterator[SGLangEngine]:
     with running_engine(checkpoints[0]) as url:
         async with engine_client(url) as client:
             yield client
 
 
-def start_long(engine: SGLangEngine, count: int = 1) -> list[asyncio.Task[Completion]]:
-    """Requests that are still running when the test has something to do to them."""
+def start_long(engine: SGLangEngine, gate: StepGate, count: int = 1) -> list[asyncio.Task[Completion]]:
+    """Requests that are in the middle of their tokens when the test has something to do to them."""
+    gate.arm(count)
     return [
         asyncio.ensure_future(engine.generate(GenerateRequest(f"long-{index}", [*PROMPT, index], LONG, seed=index)))
         for index in range(count)
     ]
 
 
-async def wait_until_running(engine: SGLangEngine, count: int) -> None:
-    """Return once so many requests hold a row; each has then sampled at least one token."""
-    await wait_for_info(engine.base_url, lambda info: info["num_running"] == count)
-
-
 async def test_in_place_requests_go_on_with_new_weights_over_their_old_keys(
-    engine: SGLangEngine, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
+    engine: SGLangEngine, gate: StepGate, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
 ) -> None:
-    calls = start_long(engine, 3)
-    await wait_until_running(engine, 3)
+    calls = start_long(engine, gate, 3)
+    await gate.open()
     await engine.pause("in_place")
     assert not any(call.done() for call in calls)
     await engine.update_weights(str(checkpoints[1]), 1)
@@ -91,18 +94,18 @@ async def test_in_place_requests_go_on_with_new_weights_over_their_old_keys(
         assert completion.logprobs[num_old:] == pytest.approx(expected, abs=TOLERANCE)
 
 
-async def test_an_update_needs_no_pause(engine: SGLangEngine, checkpoints: tuple[Path, Path]) -> None:
-    (call,) = start_long(engine)
-    await wait_until_running(engine, 1)
+async def test_an_update_needs_no_pause(engine: SGLangEngine, gate: StepGate, checkpoints: tuple[Path, Path]) -> None:
+    (call,) = start_long(engine, gate)
+    await gate.open()
     await engine.update_weights(str(checkpoints[1]), 1)
     assert set((await call).weight_versions) == {0, 1}
 
 
 async def test_retracted_requests_are_computed_anew_with_new_weights(
-    engine: SGLangEngine, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
+    engine: SGLangEngine, gate: StepGate, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
 ) -> None:
-    calls = start_long(engine, 2)
-    await wait_until_running(engine, 2)
+    calls = start_long(engine, gate, 2)
+    await gate.open()
     await engine.pause("retract")
     info = await wait_for_info(engine.base_url, lambda info: info["is_paused"])
     assert (info["num_running"], info["num_waiting"]) == (0, 2)
@@ -116,9 +119,9 @@ async def test_retracted_requests_are_computed_anew_with_new_weights(
         assert completion.logprobs[num_old:] == pytest.approx(expected[num_old:], abs=TOLERANCE)
 
 
-async def test_pausing_in_mode_abort_ends_what_runs_and_holds_what_comes(engine: SGLangEngine) -> None:
-    calls = start_long(engine, 2)
-    await wait_until_running(engine, 2)
+async def test_pausing_in_mode_abort_ends_what_runs_and_holds_what_comes(engine: SGLangEngine, gate: StepGate) -> None:
+    calls = start_long(engine, gate, 2)
+    await gate.open()
     await engine.pause("abort")
     for call in calls:
         with pytest.raises(EngineUnavailableError, match="paused in mode abort"):
@@ -131,11 +134,12 @@ async def test_pausing_in_mode_abort_ends_what_runs_and_holds_what_comes(engine:
 
 
 @pytest.mark.parametrize("mode", ["in_place", "retract"])
-async def test_a_pause_changes_nothing_but_time(engine: SGLangEngine, mode: PauseMode) -> None:
+async def test_a_pause_changes_nothing_but_time(engine: SGLangEngine, gate: StepGate, mode: PauseMode) -> None:
     request = GenerateRequest("same", PROMPT, LONG, seed=3)
     undisturbed = await engine.generate(request)
+    gate.arm(1)
     call = asyncio.ensure_future(engine.generate(request))
-    await wait_until_running(engine, 1)
+    await gate.open()
     await engine.pause(mode)
     await engine.resume()
     paused = await call
@@ -144,13 +148,13 @@ async def test_a_pause_changes_nothing_but_time(engine: SGLangEngine, mode: Paus
 
 
 async def test_new_requests_never_use_keys_of_older_weights(
-    engine: SGLangEngine, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
+    engine: SGLangEngine, gate: StepGate, checkpoints: tuple[Path, Path], references: tuple[Reference, Reference]
 ) -> None:
     request = GenerateRequest("again", PROMPT, 20, seed=1)
     await engine.generate(request)
     assert (await engine.generate(request)).num_cached_tokens == 32
-    (call,) = start_long(engine)
-    await wait_until_running(engine, 1)
+    (call,) = start_long(engine, gate)
+    await gate.open()
     await engine.update_weights(str(checkpoints[1]), 1)
     after = await engine.generate(request)
     assert after.num_cached_tokens == 0
@@ -201,9 +205,11 @@ async def test_a_version_that_is_no_number_is_refused(engine: SGLangEngine, chec
     assert await engine.weight_version() == 0
 
 
-async def test_the_answer_counts_requests_in_flight(engine: SGLangEngine, checkpoints: tuple[Path, Path]) -> None:
-    calls = start_long(engine, 2)
-    await wait_until_running(engine, 2)
+async def test_the_answer_counts_requests_in_flight(
+    engine: SGLangEngine, gate: StepGate, checkpoints: tuple[Path, Path]
+) -> None:
+    calls = start_long(engine, gate, 2)
+    await gate.open()
     await engine.pause("in_place")
     body = {"model_path": str(checkpoints[1]), "weight_version": "1", "abort_all_requests": False}
     url = f"{engine.base_url}/update_weights_from_disk"
@@ -219,9 +225,9 @@ async def test_the_answer_counts_requests_in_flight(engine: SGLangEngine, checkp
     await engine.resume()
 
 
-async def test_abort_by_id_spares_the_others(engine: SGLangEngine) -> None:
-    calls = start_long(engine, 2)
-    await wait_until_running(engine, 2)
+async def test_abort_by_id_spares_the_others(engine: SGLangEngine, gate: StepGate) -> None:
+    calls = start_long(engine, gate, 2)
+    await gate.open()
     await engine.abort_request("long-1")
     await engine.abort_request("unknown")
     with pytest.raises(EngineUnavailableError, match="aborted by request"):
@@ -229,7 +235,7 @@ async def test_abort_by_id_spares_the_others(engine: SGLangEngine) -> None:
     assert len((await calls[0]).token_ids) == LONG
 
 
-async def test_flushing_the_cache_waits_for_no_one(engine: SGLangEngine) -> None:
+async def test_flushing_the_cache_waits_for_no_one(engine: SGLangEngine, gate: StepGate) -> None:
     url = f"{engine.base_url}/flush_cache"
     request = GenerateRequest("again", PROMPT, 5, seed=1)
     await engine.generate(request)
@@ -237,8 +243,8 @@ async def test_flushing_the_cache_waits_for_no_one(engine: SGLangEngine) -> None
         async with session.post(url) as response:
             assert response.status == 200
         assert (await engine.generate(request)).num_cached_tokens == 0
-        (call,) = start_long(engine)
-        await wait_until_running(engine, 1)
+        (call,) = start_long(engine, gate)
+        await gate.open()
         await engine.pause("in_place")
         async with session.post(url) as response:
             assert response.status == 400
@@ -262,6 +268,30 @@ async def test_weights_that_blow_up_abort_loudly_and_leave_no_trace(
     await engine.update_weights(str(checkpoints[0]), 2)
     fine = await engine.generate(GenerateRequest("fine", PROMPT, 5))
     assert fine.logprobs == pytest.approx(references[0].logprobs(PROMPT, fine.token_ids), abs=TOLERANCE)
+
+
+@pytest.mark.parametrize("method", ["prefill", "decode"])
+async def test_a_forward_that_raises_fails_its_requests_and_not_the_engine(
+    engine: SGLangEngine, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    request = GenerateRequest("same", PROMPT, 5, seed=1)
+    before = await engine.generate(request)
+    with monkeypatch.context() as broken:
+        broken.setattr(ModelRunner, method, _raise_out_of_memory)
+        for _ in range(3):
+            calls = [engine.generate(GenerateRequest(f"r{index}", [*PROMPT, index, 1], 5)) for index in range(4)]
+            results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+            assert [type(result) for result in results] == [EngineUnavailableError] * 4
+            assert all("out of memory" in str(result) and result.trouble == "failed" for result in results)  # type: ignore[union-attr]
+        with pytest.raises(EngineUnavailableError, match="steps failed"):
+            await engine.check_health()
+    after = await engine.generate(request)
+    assert (after.token_ids, after.logprobs) == (before.token_ids, pytest.approx(before.logprobs, abs=TOLERANCE))
+    await engine.check_health()
+
+
+def _raise_out_of_memory(*_: object) -> None:
+    raise RuntimeError("out of memory")
 
 
 async def test_a_bad_pause_mode_is_refused(engine: SGLangEngine) -> None:
