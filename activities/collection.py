@@ -23,7 +23,7 @@ from everroll.contracts.rollout import (
 )
 from everroll.sessions.client import CollectedSamples, EmptySamples, SessionClient
 from everroll.store import open_store
-from everroll.tokens.samples import SampleSet
+from everroll.tokens.samples import MalformedSamplesError, SampleSet
 
 _RELEASE_CONCURRENCY = 16
 
@@ -53,6 +53,7 @@ class CollectionActivities:
                 cause = Cause(kind=collected.cause_kind, message=collected.text)
                 trouble = collected.engine_trouble
                 return CollectResult(key=key, status=SampleStatus.ABORTED, cause=cause, engine_cause=trouble)
+            _check_versions(request, collected.sample_set)
             progress.report("storing")
             blob = await asyncio.to_thread(_store_samples, request, collected)
         return CollectResult(
@@ -103,6 +104,21 @@ async def store_group(request: StoreGroupRequest) -> BlobRef:
 def _store_samples(request: CollectRequest, collected: CollectedSamples) -> BlobRef:
     prefix = f"{request.key.run}/samples/{request.key.group:08d}"
     return open_store(request.store_url).put(prefix, ".safetensors", collected.body)
+
+
+def _check_versions(request: CollectRequest, sample_set: SampleSet) -> None:
+    """The last gate before the store. Tokens of a version that is not out yet are refused by the trainer.
+
+    Raises:
+        MalformedSamplesError: a token was sampled by older weights than the group may use.
+    """
+    for index, sample in enumerate(sample_set.samples):
+        oldest = int(sample.weight_versions[sample.loss_mask].min())
+        if oldest < request.min_weight_version:
+            raise MalformedSamplesError(
+                f"{request.key} sample {index}: tokens of weight version {oldest}, the group started at "
+                f"{request.min_weight_version}"
+            )
 
 
 def _summarize_status(sample_set: SampleSet) -> SampleStatus:

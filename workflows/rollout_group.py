@@ -215,6 +215,7 @@ class RolloutGroup:
                 store_url=request.store_url,
                 max_seq_len=rollout.max_seq_len,
                 transport_attempts=rollout.collect_attempts,
+                min_weight_version=request.weight_version,
             ),
             result_type=CollectResult,
             task_queue=names.rollout_queue(request.task_queue),

@@ -87,6 +87,8 @@ class CollectRequest(Payload):
     store_url: str
     max_seq_len: int | None = None
     transport_attempts: int = 3
+    min_weight_version: int = 0
+    """Tokens of older weights are refused; the session server samples none."""
 
 
 class SamplesRef(Payload):
