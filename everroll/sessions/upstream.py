@@ -57,9 +57,7 @@ class _Round:
 class Upstream:
     """Sticky by session, so that its prefix stays in one engine's cache; the next engine when that one is away."""
 
-    def __init__(
-        self, engines: Sequence[Engine], patience: Patience | None = None, failure_threshold: int = 3
-    ) -> None:
+    def __init__(self, engines: Sequence[Engine], patience: Patience | None = None, failure_threshold: int = 3) -> None:
         self.pool = EnginePool(engines, failure_threshold)
         self._patience = patience or Patience()
         self.failures: Counter[str] = Counter()

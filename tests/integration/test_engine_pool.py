@@ -9,16 +9,21 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from temporalio.testing import ActivityEnvironment
 
+from activities.collection import CollectionActivities
+from everroll.contracts.rollout import CollectRequest, EpisodeKey
 from everroll.engines.base import GenerateRequest
 from everroll.engines.http import EngineTimeouts, open_client_session
 from everroll.engines.sglang import SGLangEngine
+from everroll.failures import Outcome, classify
 from everroll.sessions.errors import BrokenAnswerError, EngineAwayError, PromptRefusedError
 from everroll.sessions.upstream import Patience, Upstream
 from everroll.tokens.renderer import load_renderer
+from everroll.tokens.samples import MalformedSamplesError
 from tests.engine_wires import REQUEST, SGLANG, WireServer, run_wire_server
 from tests.fault_proxy import Kind, run_fault_proxy
-from tests.session_helpers import SAMPLING, USER, model_section, run_fake_engine, run_stack, write_model_dir
+from tests.session_helpers import ADMIN_KEY, SAMPLING, USER, model_section, run_fake_engine, run_stack, write_model_dir
 
 NO_PATIENCE = Patience(busy_seconds=0, turn_seconds=10)
 
@@ -240,3 +245,20 @@ async def test_the_session_server_shows_its_engines_and_keeps_the_floor_of_a_ses
     async with run_fake_engine() as old, run_stack(renderer, model_dir, tmp_path / "j.db", [old]) as stack:
         handle = await stack.client.create("floored", SAMPLING, 1, min_weight_version=4)
         assert (await stack.post(handle, {"role": "user", "content": "again"})).status_code == 503
+
+
+async def test_collection_refuses_tokens_of_older_weights_than_the_group_started_at(tmp_path: Path) -> None:
+    model_dir = write_model_dir(tmp_path / "model")
+    renderer = load_renderer(model_section(model_dir))
+    key = EpisodeKey(run="r", group=0, member=0)
+    async with run_fake_engine() as engine, run_stack(renderer, model_dir, tmp_path / "j.db", [engine]) as stack:
+        handle = await stack.open(key.session_id)
+        await stack.chat(handle, USER)
+        collect = CollectionActivities(stack.http, ADMIN_KEY).collect_samples
+        request = CollectRequest(
+            key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"), min_weight_version=3
+        )
+        assert (await ActivityEnvironment().run(collect, request)).samples.min_weight_version == 3
+        with pytest.raises(MalformedSamplesError, match="tokens of weight version 3, the group started at 4"):
+            await ActivityEnvironment().run(collect, request.model_copy(update={"min_weight_version": 4}))
+    assert classify(MalformedSamplesError("x")).outcome is Outcome.TERMINAL
