@@ -33,6 +33,7 @@ app.command("up")(stack.up)
 app.command("down")(stack.down)
 app.command("demo")(demo.demo)
 app.command("engine", context_settings=processes.PASS_ARGUMENTS)(processes.engine)
+app.command("simulated-engine", context_settings=processes.PASS_ARGUMENTS)(processes.simulated_engine)
 app.command("session-server", context_settings=processes.PASS_ARGUMENTS)(processes.session_server)
 app.command("run-file-reference", hidden=True)(reference.run_file_reference)
 

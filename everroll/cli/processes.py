@@ -1,4 +1,4 @@
-"""Commands that run one server: engine, session-server."""
+"""Commands that run one server: engine, simulated-engine, session-server."""
 
 from __future__ import annotations
 
@@ -22,6 +22,20 @@ def engine(context: typer.Context) -> None:
             "everroll.engines.embedded.server:EngineConfigurationError",
             "everroll.engines.embedded.model:UnsupportedModelError",
         ),
+    ).run(context.args)
+
+
+def simulated_engine(context: typer.Context) -> None:
+    """Run a simulated engine of given latencies, to size a deployment without GPUs (--help for its options)."""
+    from everroll.cli.server_process import ServerProcess
+
+    ServerProcess(
+        name="simulated-engine",
+        module="everroll.simulation.server",
+        settings="SimulatedEngineSettings",
+        extra="sessions",
+        help="Run a simulated engine of given latencies, which speaks SGLang's wire.",
+        start_errors=("everroll.failures:ConfigurationError",),
     ).run(context.args)
 
 
