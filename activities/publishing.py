@@ -30,13 +30,23 @@ _BEATS_PER_TIMEOUT = 3.0
 _DEFAULT_BEAT_SECONDS = 5.0
 
 
+@dataclass(frozen=True)
+class Post:
+    """An engine was told to load."""
+
+    at: float
+    """Unix seconds."""
+    old_version: int
+    """What it served then."""
+
+
 @dataclass
 class PublishLog:
     """Which engines were told to load the version, and what is being done; kept across attempts."""
 
     version: int
-    posted_at: dict[str, float] = field(default_factory=dict)
-    """Engine URL to Unix seconds."""
+    posts: dict[str, Post] = field(default_factory=dict)
+    """By engine URL."""
     stage: str = "asking engines for their version"
 
     @staticmethod
@@ -45,20 +55,20 @@ class PublishLog:
         log = PublishLog(version)
         marks = details[1] if len(details) > 1 else None
         if isinstance(marks, dict):
-            log.posted_at = {str(url): float(at) for url, at in marks.items()}
+            log.posts = {str(url): Post(float(at), int(old)) for url, (at, old) in marks.items()}
         return log
 
     def beat(self) -> None:
-        activity.heartbeat(self.stage, self.posted_at)
+        activity.heartbeat(self.stage, {url: (post.at, post.old_version) for url, post in self.posts.items()})
 
-    def note_post(self, url: str) -> None:
-        self.posted_at[url] = time.time()
+    def note_post(self, url: str, old_version: int) -> None:
+        self.posts[url] = Post(time.time(), old_version)
         self.stage = f"{url} loads version {self.version}"
         self.beat()
 
     def forget_post(self, url: str) -> None:
-        self.posted_at.pop(url, None)
-        self.beat()
+        if self.posts.pop(url, None) is not None:
+            self.beat()
 
 
 class PublishingActivities:
@@ -101,14 +111,16 @@ class EngineUpdate:
         An attempt that died between pause and continue leaves the engine paused, so continuing is always part of it.
         """
         started = time.monotonic()
-        if await self._engine.weight_version() == self._weights.version:
-            await self._engine.resume()
-            return 0.0
+        post = self._log.posts.get(self._url)
         try:
-            if self._url in self._log.posted_at and await self._is_at_it():
-                await self._await_version(self._log.posted_at[self._url] + self._timeout_seconds * _LOADING_PATIENCE)
+            version = await self._ask_version(post)
+            if version == self._weights.version:
+                await self._engine.resume()
+                return 0.0
+            if post is not None and (version is None or await self._is_at_it(post, version)):
+                await self._await_version(post.at + self._timeout_seconds * _LOADING_PATIENCE)
             else:
-                await self._load()
+                await self._load(version or 0)
         except asyncio.CancelledError:
             if _is_run_cancelled():
                 await self._try_to_resume()
@@ -124,10 +136,19 @@ class EngineUpdate:
     def _url(self) -> str:
         return self._engine.base_url
 
-    async def _load(self) -> None:
+    async def _ask_version(self, post: Post | None) -> int | None:
+        """None if it does not say, which is an error unless it may be busy with a load."""
+        try:
+            return await self._engine.weight_version()
+        except EngineUnavailableError as error:
+            if post is None or error.trouble == "unreachable":
+                raise
+            return None
+
+    async def _load(self, old_version: int) -> None:
         """Post the load; where its answer is lost, wait for the version instead."""
         await self._engine.pause("in_place")
-        self._log.note_post(self._url)
+        self._log.note_post(self._url, old_version)
         try:
             await self._engine.update_weights(self._weights.path, self._weights.version)
         except EngineUnavailableError as error:
@@ -137,13 +158,13 @@ class EngineUpdate:
             patience = _LOADING_PATIENCE if error.trouble == "timeout" else 1
             await self._await_version(time.time() + self._timeout_seconds * patience)
 
-    async def _is_at_it(self) -> bool:
+    async def _is_at_it(self, post: Post, version: int) -> bool:
         """Whether an engine that was told to load by an earlier attempt can still be loading.
 
-        It was paused then, and nobody else tells it to go on: one that samples has been started anew. An engine that
-        does not tell (None) is taken to be loading.
+        It was paused then, and nobody else tells it to go on: one that samples, or that serves another version than it
+        did, has been started anew. An engine that does not tell (None) is taken to be loading.
         """
-        return await self._engine.is_paused() is not False
+        return version == post.old_version and await self._engine.is_paused() is not False
 
     async def _await_version(self, until: float) -> None:
         """Ask for the version until the engine has it; `until` in Unix seconds.

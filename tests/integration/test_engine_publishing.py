@@ -93,9 +93,12 @@ async def wait_for_loads(server: Any, count: int) -> None:
             await asyncio.sleep(0.005)
 
 
-async def test_an_engine_that_was_started_anew_since_the_post_is_told_again() -> None:
-    async with run_wire_server(SGLANG, version=0) as server:
-        await Attempt(["loads", {server.url: 1.0e9}]).publish([server.url])
+@pytest.mark.parametrize(("tells_pause", "old_version"), [(True, 0), (False, 17)])
+async def test_an_engine_that_was_started_anew_since_the_post_is_told_again(
+    tells_pause: bool, old_version: int
+) -> None:
+    async with run_wire_server(SGLANG, version=0, tells_pause=tells_pause) as server:
+        await Attempt(["loads", {server.url: [1.0e9, old_version]}]).publish([server.url])
         assert (server.version, len(server.loads)) == (18, 1)
 
 
