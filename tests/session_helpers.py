@@ -20,7 +20,7 @@ import httpx
 import openai
 import uvicorn
 from aiohttp import web
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from everroll.contracts.spec import ModelSection, SamplingSpec
@@ -199,6 +199,11 @@ class ServerProcess:
         self._log = log
         self._process: subprocess.Popen[bytes] | None = None
 
+    @property
+    def pid(self) -> int:
+        assert self._process is not None
+        return self._process.pid
+
     def start(self) -> None:
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
@@ -254,14 +259,20 @@ def run_server_process(settings: SessionServerSettings, log: Path) -> Iterator[S
 
 
 @contextlib.asynccontextmanager
-async def serve_app(app: Starlette) -> AsyncIterator[str]:
+async def serve_app(app: ASGIApp) -> AsyncIterator[str]:
     """Serve in this process on a free port; gives the base URL."""
     listener = socket.create_server(("127.0.0.1", 0))  # connections wait in its queue until the server runs
+    async with serve_on(app, listener):
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def serve_on(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, timeout_graceful_shutdown=1))
     server.capture_signals = contextlib.nullcontext  # type: ignore[method-assign]
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        yield
     finally:
         server.should_exit = True
         await task

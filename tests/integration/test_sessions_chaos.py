@@ -54,7 +54,7 @@ async def test_no_episode_fails_and_no_token_is_lost_or_doubled(
         settings = SessionServerSettings(
             model=model_section(write_model_dir(tmp_path / "model")),
             engine_urls=[engine.base_url],
-            journal_path=str(tmp_path / "journal.db"),
+            journal=str(tmp_path / "journal.db"),
             port=find_free_port(),
         )
         with run_server_process(settings, tmp_path / "server.log") as server:

@@ -40,7 +40,7 @@ async def server(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[ServerProc
     settings = SessionServerSettings(
         model=model_section(write_model_dir(tmp_path / "model")),
         engine_urls=[engine.base_url],
-        journal_path=str(tmp_path / "journal.db"),
+        journal=str(tmp_path / "journal.db"),
         port=find_free_port(),
     )
     with run_server_process(settings, tmp_path / "server.log") as server:
@@ -117,7 +117,7 @@ def test_a_taken_port_is_named(tmp_path: Path) -> None:
         settings = SessionServerSettings(
             model=model_section(write_model_dir(tmp_path / "model")),
             engine_urls=["http://127.0.0.1:1"],
-            journal_path=str(tmp_path / "j.db"),
+            journal=str(tmp_path / "j.db"),
             port=listener.getsockname()[1],
         )
         with pytest.raises(ConfigurationError, match="cannot listen on"):
