@@ -195,7 +195,8 @@ class WireServer:
         handler = self._routes().get((request.method, request.path))
         if handler is None:
             return web.json_response({"error": "no such route"}, status=404)
-        return await handler(body, request)
+        response: web.Response = await handler(body, request)
+        return response
 
     def _routes(self) -> dict[tuple[str, str], Callable[[Answer, web.Request], Any]]:
         shared: dict[tuple[str, str], Callable[[Answer, web.Request], Any]] = {("GET", "/health"): self._ok}

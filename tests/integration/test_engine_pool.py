@@ -258,7 +258,9 @@ async def test_collection_refuses_tokens_of_older_weights_than_the_group_started
         request = CollectRequest(
             key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"), min_weight_version=3
         )
-        assert (await ActivityEnvironment().run(collect, request)).samples.min_weight_version == 3
+        collected = await ActivityEnvironment().run(collect, request)
+        assert collected.samples is not None
+        assert collected.samples.min_weight_version == 3
         with pytest.raises(MalformedSamplesError, match="tokens of weight version 3, the group started at 4"):
             await ActivityEnvironment().run(collect, request.model_copy(update={"min_weight_version": 4}))
     assert classify(MalformedSamplesError("x")).outcome is Outcome.TERMINAL

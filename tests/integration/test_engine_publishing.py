@@ -46,7 +46,7 @@ class Attempt:
         request = PublishRequest(weights=weights, engine_urls=urls, timeout_seconds=seconds, engine_kind=kind)
         async with open_client_session() as session:
             activities = PublishingActivities(session)
-            return await self.environment.run(activities.publish_weights, request)  # type: ignore[no-any-return]
+            return await self.environment.run(activities.publish_weights, request)
 
 
 @both_kinds

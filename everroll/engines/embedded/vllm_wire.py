@@ -8,7 +8,7 @@ from __future__ import annotations
 import secrets
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field
 
 from everroll.engines.embedded.sequence import FinishKind, Sequence
 from everroll.engines.embedded.wire import BadRequestError, GenerateBody, SamplingBody, TokenId
@@ -74,7 +74,7 @@ class RpcBody(BaseModel):
     """Body of `/collective_rpc`; the one method that the engine has is `reload_weights`."""
 
     method: Literal["reload_weights"]
-    arguments: ReloadArguments = Field(alias="kwargs")
+    arguments: ReloadArguments = Field(validation_alias=AliasChoices("kwargs"))
 
 
 class NewVersionBody(BaseModel):
