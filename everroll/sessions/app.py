@@ -10,6 +10,8 @@ POST   /sessions/{id}/v1/messages             session  one turn, in Anthropic's 
 POST   /sessions/{id}/v1/messages/count_tokens  session  tokens of a prompt; nothing is sampled
 GET    /sessions/{id}/v1/models               session
 GET    /sessions/{id}/v1/models/{model}       session
+POST   /runs/{run}/ended                      admin    no more sessions of this run: its retention begins
+POST   /sweep                                 admin    delete what has expired, list what nobody released
 GET    /info                                  admin    what this server serves
 GET    /engines                               admin    the engines: health, weight version, last error
 GET    /health                                -
@@ -47,6 +49,7 @@ from everroll.sessions.errors import (
     UnknownModelError,
 )
 from everroll.sessions.keys import derive_session_key, is_key, read_attempt
+from everroll.sessions.retention import Retention
 from everroll.sessions.wires.anthropic_messages import MessagesWire
 from everroll.sessions.wires.base import Call, Json, Wire, build_openai_error
 from everroll.sessions.wires.models import build_model, build_models
@@ -73,6 +76,13 @@ class CreateBody(Spec):
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     attempt: int | None = Field(default=None, ge=0, lt=2**53)
     min_weight_version: int | None = Field(default=None, ge=0, lt=2**31)
+    run: str | None = Field(default=None, max_length=200)
+
+
+class SweepBody(Spec):
+    """Body of `POST /sweep`."""
+
+    idle_seconds: float | None = Field(default=None, ge=0)
 
 
 class SamplesBody(Spec):
@@ -87,6 +97,7 @@ class SessionApp:
     """The handlers, and what they need."""
 
     core: SessionCore
+    retention: Retention
     admin_key: str
     model: str
     """Name of the model as agents see it."""
@@ -102,7 +113,7 @@ class SessionApp:
         self._admit_admin(request)
         body = _validate(CreateBody, await self._read_object(request, empty_is_object=True))
         session = await self.core.create(
-            body.session_id, body.sampling, body.seed, body.attempt, body.min_weight_version
+            body.session_id, body.sampling, body.seed, body.attempt, body.min_weight_version, body.run
         )
         session_id = session.record.session_id
         api_key = derive_session_key(self.admin_key, session_id, session.record.attempt)
@@ -183,6 +194,17 @@ class SessionApp:
         self._admit_admin(request)
         await self.core.release(request.path_params["session_id"])
         return Response(status_code=204)
+
+    async def end_run(self, request: Request) -> Response:
+        self._admit_admin(request)
+        await self.retention.end_run(request.path_params["run"])
+        return Response(status_code=204)
+
+    async def sweep(self, request: Request) -> Response:
+        self._admit_admin(request)
+        body = _validate(SweepBody, await self._read_object(request, empty_is_object=True))
+        deleted = await self.retention.delete_expired()
+        return _json({"deleted": deleted, "unused": await self.retention.list_unused(body.idle_seconds)})
 
     async def show_info(self, request: Request) -> Response:
         self._admit_admin(request)
@@ -266,6 +288,8 @@ def build_app(handlers: SessionApp) -> Starlette:
         _route(session, handlers.release, "DELETE"),
         _route(f"{session}/v1/models", handlers.models, "GET"),
         _route(f"{session}/v1/models/{{model:path}}", handlers.show_model, "GET"),
+        _route("/runs/{run}/ended", handlers.end_run, "POST"),
+        _route("/sweep", handlers.sweep, "POST"),
         _route("/info", handlers.show_info, "GET"),
         _route("/engines", handlers.show_engines, "GET"),
         _route("/health", handlers.health, "GET"),
