@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from everroll.cli import audit, demo, processes, reference, runs, sessions, stack, steering
+from everroll.cli import audit, demo, processes, reference, runs, session_sweep, sessions, stack, steering
 from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
@@ -28,6 +28,7 @@ app.command("resume")(steering.resume)
 app.command("cancel")(steering.cancel)
 app.command("list")(runs.list_runs)
 app.command("audit")(audit.audit)
+sessions.app.command("sweep")(session_sweep.sweep)
 app.add_typer(sessions.app)
 app.command("spec")(runs.spec)
 app.command("up")(stack.up)
