@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import shutil
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
@@ -216,7 +217,9 @@ def _load_optimizer(directory: Path, policy: Policy, placement: Placement) -> di
         names = reader.read_metadata().state_dict_metadata
         parameters = dict(policy.named_parameters())
         tensors = {name: _make_room(name, parameters) for name in names}
-        load_sharded(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # one process is meant
+            load_sharded(tensors, storage_reader=reader, no_dist=not dist.is_initialized())
     except (OSError, KeyError, CheckpointException) as error:
         raise CheckpointError(f"the optimizer's state in {directory} cannot be read: {error}") from error
     return tensors

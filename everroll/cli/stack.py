@@ -25,6 +25,9 @@ def up(
     engine_url: Annotated[
         list[str] | None, typer.Option(metavar="URL", help="Use this engine; none is started here. May be repeated.")
     ] = None,
+    trainer_processes: Annotated[
+        int, typer.Option(min=1, metavar="N", help="Train with so many processes (docs/trainer-operations.md).")
+    ] = 1,
     directory: StackDir = _STACK_DIR,
 ) -> None:
     """Start the local stack: Temporal with its web UI, session server, engine and workers.
@@ -37,9 +40,10 @@ def up(
     stack_directory = StackDirectory(directory)
     try:
         if detach:
-            print(start_detached(stack_directory, _arguments(file, overrides, engine_url)))
+            print(start_detached(stack_directory, _arguments(file, overrides, engine_url, trainer_processes)))
         else:
-            _run_foreground(stack_directory, _build_options(stack_directory, file, overrides, engine_url))
+            options = _build_options(stack_directory, file, overrides, engine_url, trainer_processes)
+            _run_foreground(stack_directory, options)
     except StackError as error:
         raise CommandError(str(error), FAILED) from error
 
@@ -62,14 +66,20 @@ def report_with_time(text: str) -> None:
 
 
 def _build_options(
-    directory: StackDirectory, file: Path | None, overrides: list[str] | None, engine_url: list[str] | None
+    directory: StackDirectory,
+    file: Path | None,
+    overrides: list[str] | None,
+    engine_url: list[str] | None,
+    trainer_processes: int,
 ) -> StackOptions:
     from everroll.local.plan import StackOptions, wanted_ports
     from everroll.local.root import find_root
     from everroll.local.temporal_binary import find_temporal
 
     if file is None:
-        return StackOptions(directory.root, find_root(), find_temporal(), Path.cwd())
+        return StackOptions(
+            directory.root, find_root(), find_temporal(), Path.cwd(), trainer_processes=trainer_processes
+        )
     spec = load_spec(file, overrides, directory.root)
     return StackOptions(
         directory=directory.root,
@@ -79,6 +89,7 @@ def _build_options(
         model=spec.model,
         engine_urls=tuple(engine_url or ()),
         task_queue=spec.services.task_queue,
+        trainer_processes=trainer_processes,
         ports=wanted_ports(spec.services),
     )
 
@@ -109,8 +120,10 @@ def _print_addresses(addresses: StackAddresses, directory: StackDirectory) -> No
     print("Start a run with: everroll run FILE. Stop the stack with Ctrl-C, or: everroll down", flush=True)
 
 
-def _arguments(file: Path | None, overrides: list[str] | None, engine_url: list[str] | None) -> list[str]:
+def _arguments(
+    file: Path | None, overrides: list[str] | None, engine_url: list[str] | None, trainer_processes: int
+) -> list[str]:
     """The command line of the same `up` in the foreground."""
     settings = [part for text in overrides or [] for part in ("--set", text)]
     engines = [part for url in engine_url or [] for part in ("--engine-url", url)]
-    return [*([str(file)] if file else []), *settings, *engines]
+    return [*([str(file)] if file else []), *settings, *engines, "--trainer-processes", str(trainer_processes)]

@@ -55,6 +55,8 @@ class StackOptions:
     engine_urls: tuple[str, ...] = ()
     """Engines that run elsewhere; then none is started here."""
     task_queue: str = names.DEFAULT_TASK_QUEUE
+    trainer_processes: int = 1
+    """Processes that train together, under torchrun if there are several."""
     ports: WantedPorts = field(default_factory=WantedPorts)
 
 
@@ -198,7 +200,7 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
     for role, (queue, kind) in queues.items():
         yield ProcessSpec(
             name=f"worker-{role}",
-            argv=(sys.executable, "-m", "worker", role),
+            argv=_worker_command(role, options.trainer_processes),
             env=env,
             ready=WorkerReady(
                 addresses.temporal_address,
@@ -214,6 +216,13 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
 
 def _import_path(*directories: Path) -> str:
     return os.pathsep.join(filter(None, [*map(str, directories), os.environ.get("PYTHONPATH")]))
+
+
+def _worker_command(role: str, trainer_processes: int) -> tuple[str, ...]:
+    if role != "trainer" or trainer_processes == 1:
+        return (sys.executable, "-m", "worker", role)
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(trainer_processes))
+    return (sys.executable, "-m", *torchrun, "-m", "worker", role)
 
 
 def _torch_environment() -> dict[str, str]:

@@ -56,6 +56,14 @@ def plan(options: StackOptions) -> dict[str, tuple[str, ...]]:
     return {spec.name: spec.argv for spec in plan_processes(options, addresses, "secret")}
 
 
+def test_several_trainer_processes_are_planned_under_torchrun(tmp_path: Path) -> None:
+    """The other roles are one process each."""
+    planned = plan(make_options(tmp_path, trainer_processes=2))
+    assert planned["worker-trainer"][1:3] == ("-m", "torch.distributed.run")
+    assert planned["worker-trainer"][-6:] == ("--standalone", "--nproc-per-node", "2", "-m", "worker", "trainer")
+    assert planned["worker-rollout"][1:] == ("-m", "worker", "rollout")
+
+
 def test_whole_stack_is_planned_from_a_model(tmp_path: Path) -> None:
     model = ModelSection(path="/models/tiny", renderer="qwen3", chat_template={"enable_thinking": False})
     planned = plan(make_options(tmp_path, model=model))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 from collections.abc import Callable
 
@@ -85,7 +86,7 @@ def follow(world: World) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     replica = Replica(world.rank, world.size, world.device)
-    _LOGGER.info("rank %d of %d follows", world.rank, world.size)
+    _LOGGER.info("rank %d of %d follows (process %d)", world.rank, world.size, os.getpid())
     try:
         while True:
             command = COMMANDS.validate_json(world.receive())

@@ -1,0 +1,65 @@
+"""Two trainer processes that live as long as their standard input: `torchrun ... -m tests.trainer_ranks_driver`.
+
+Rank 0 reads one JSON command a line, trains, and answers with one line, so that all tests share one start of torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel
+
+from everroll.contracts.outcomes import TrainingError
+from everroll.contracts.spec import TrainSection
+from tests.trainer_helpers import build_prepare_request, build_request
+from trainer.distributed.ranks import Ranks, follow
+from trainer.distributed.world import join_world
+from trainer.service import Trainer
+
+
+class Command(BaseModel):
+    """One line of standard input."""
+
+    root: Path
+    first: int
+    last: int
+    train: TrainSection
+    bad_batch: bool = False
+    """Ask for an empty batch."""
+
+
+def main() -> int:
+    torch.set_num_threads(1)
+    world = join_world(60.0)
+    if world.rank > 0:
+        return follow(world)
+    trainer = Trainer(ranks=Ranks(world))
+    for line in sys.stdin:
+        print(json.dumps(run(trainer, Command.model_validate_json(line))), flush=True)
+    trainer.close()
+    return 0
+
+
+def run(trainer: Trainer, command: Command) -> dict[str, object]:
+    """The metrics of the last step, and what was said on the way; or the error."""
+    progress: list[str] = []
+    metrics: dict[str, float] = {}
+    try:
+        trainer.prepare(build_prepare_request(command.root, command.train))
+        for step in range(command.first, command.last + 1):
+            batch = [] if command.bad_batch else None
+            request = build_request(command.root, step, command.train, batch)
+            metrics = trainer.train_step(request, progress.append).metrics
+    except TrainingError as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+    return {"metrics": metrics, "progress": progress}
+
+
+if __name__ == "__main__":
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)
