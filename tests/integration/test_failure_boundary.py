@@ -1,173 +1,33 @@
 """The failure boundary end to end: real workflows, episodes, collection, session server and store; real broken sockets.
 
-Only the engine's words and the trainer are simulated. The fault proxy stands between workers and the session server.
+One fault proxy stands between workers and the session server, another one between that and the engine.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import httpx
 import pytest
 
-from activities.collection import CollectionActivities, store_group
-from activities.episodes import EpisodeActivities
-from activities.preflight import Preflight
-from activities.runs import RunActivities
-from everroll.agents import AgentClients, Episode
-from everroll.client import EverrollClient, RunFailedError
+from activities import deadline
+from everroll.client import RunFailedError
 from everroll.contracts.outcomes import SampleStatus
-from everroll.contracts.rollout import DatasetRef, EpisodeKey
-from everroll.contracts.spec import RunSpec
-from everroll.contracts.training import Phase, TrainingRunResult
+from everroll.contracts.rollout import EpisodeKey
+from everroll.contracts.training import Phase
 from everroll.http_client import build_http_client
-from everroll.prompts import DatasetCache, load_dataset
 from everroll.sessions.client import SessionClient
-from everroll.tokens.renderer import load_renderer
+from tests import boundary_agents
+from tests.boundary_world import World, model_dir_fixture, world_fixture, write_dataset  # noqa: F401
 from tests.conftest import TemporalServer
-from tests.fault_proxy import FaultProxy, Kind, run_fault_proxy
+from tests.fault_proxy import Kind
 from tests.integration.test_orchestration import wait_for_status
-from tests.session_helpers import (
-    ADMIN_KEY,
-    FakeEngine,
-    Stack,
-    model_section,
-    run_fake_engine,
-    run_stack,
-    write_model_dir,
-)
-from tests.simulation import Simulation, build_spec
-
-READ_SECONDS = 1.0
-
-
-async def ask_once(episode: Episode) -> dict[str, float]:
-    """One model call; the reward depends on the member, so that groups have something to learn from."""
-    body = {"model": episode.model, "messages": episode.prompt.messages}
-    headers = {"Authorization": f"Bearer {episode.api_key}"}
-    response = await episode.http.post(f"{episode.base_url}/chat/completions", json=body, headers=headers)
-    response.raise_for_status()
-    return {"reward": episode.key.member % 2, "length": len(response.json()["choices"][0]["message"]["content"])}
-
-
-async def raise_for_group_0(episode: Episode) -> dict[str, float]:
-    result = await ask_once(episode)
-    if episode.key.group == 0:
-        raise KeyError("tool")
-    return result
-
-
-async def never_return(episode: Episode) -> float:
-    if (episode.key.group, episode.key.member, episode.key.attempt) == (0, 1, 0):
-        await asyncio.sleep(3600)
-    return (await ask_once(episode))["reward"]
-
-
-async def call_nothing(episode: Episode) -> float:
-    return 1.0
-
-
-async def return_text(episode: Episode) -> Any:
-    return "0.5" if episode.key.attempt == 0 else (await ask_once(episode))["reward"]
-
-
-async def hide_failure(episode: Episode) -> float:
-    """An agent that takes every error for a bad answer."""
-    try:
-        return (await ask_once(episode))["reward"]
-    except httpx.HTTPError:
-        return 0.0
-
-
-@dataclass
-class World:
-    """Everything that a run of this module touches."""
-
-    client: EverrollClient
-    stack: Stack
-    proxy: FaultProxy
-    engine: FakeEngine
-    simulation: Simulation
-    spec: Callable[..., RunSpec]
-    runs: RunActivities
-    http: httpx.AsyncClient
-    """What episodes and collections call with."""
-
-    async def run(self, spec: RunSpec) -> TrainingRunResult:
-        await self.client.start(spec)
-        return await asyncio.wait_for(self.client.result(spec.run.name), 90)
-
-    def trained_groups(self) -> list[list[int]]:
-        return [[item.group for item in request.batch] for request in self.simulation.trained]
-
-
-def write_dataset(path: Path, texts: list[str]) -> DatasetRef:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    fingerprint = load_dataset(path).fingerprint
-    return DatasetRef(path=str(path), fingerprint=fingerprint, num_prompts=len(texts), seed=0, shuffle=False)
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-async def world(
-    client: EverrollClient, run_name: str, task_queue: str, model_dir: Path, tmp_path: Path
-) -> AsyncIterator[World]:
-    prompts = tmp_path / "prompts.jsonl"
-    dataset = write_dataset(prompts, [f"prompt {n}" for n in range(20)])
-    renderer = load_renderer(model_section(model_dir))
-    async with contextlib.AsyncExitStack() as resources:
-        engine = await resources.enter_async_context(run_fake_engine("hello there"))
-        stack = await resources.enter_async_context(
-            run_stack(renderer, model_dir, tmp_path / "journal.sqlite", [engine])
-        )
-        proxy = await resources.enter_async_context(run_fault_proxy(stack.client.base_url))
-        http = await resources.enter_async_context(build_http_client(read_seconds=READ_SECONDS, connect_seconds=1))
-        engine_session = await resources.enter_async_context(aiohttp.ClientSession())
-        episodes = EpisodeActivities(AgentClients(http), DatasetCache(), ADMIN_KEY)
-        collection = CollectionActivities(http, ADMIN_KEY)
-        runs = RunActivities(Preflight(http, engine_session, ADMIN_KEY))
-        simulation = Simulation(
-            dataset=dataset,
-            rollout_activities=[episodes.run_episode, collection.collect_samples],
-            light_activities=[store_group, collection.release_sessions],
-        )
-        # The engine says that it serves the newest weights, whichever they are.
-        engine.weight_version = 100
-
-        def spec(agent: str = "ask_once", **overrides: dict[str, object]) -> RunSpec:
-            rollout = {
-                "agent": {"function": f"{__name__}:{agent}"},
-                "collect_attempts": 1,
-                "refill_backoff_seconds": 0.1,
-                **overrides.pop("rollout", {}),
-            }
-            services = {
-                "session_url": proxy.url,
-                "engine_urls": [engine.base_url],
-                "store_url": str(tmp_path / "store"),
-                **overrides.pop("services", {}),
-            }
-            model = {"path": str(model_dir), **overrides.pop("model", {})}
-            data = {"path": str(prompts), **overrides.pop("data", {})}
-            return build_spec(
-                run_name, task_queue, rollout=rollout, services=services, model=model, data=data, **overrides
-            )
-
-        await resources.enter_async_context(simulation.workers(client.temporal, task_queue))
-        yield World(client, stack, proxy, engine, simulation, spec, runs, http)
+from tests.session_helpers import ADMIN_KEY
 
 
 @pytest.mark.parametrize(
@@ -313,6 +173,65 @@ async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
     assert world.simulation.trained == []
 
 
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Kind.RESET_BEFORE_SERVER,
+        Kind.RESET_AFTER_SERVER,
+        Kind.RESET_IN_HEADERS,
+        Kind.RESET_IN_BODY,
+        Kind.HALF_CLOSE,
+        Kind.CLOSE_QUIETLY,
+    ],
+)
+async def test_a_broken_connection_to_the_engine_costs_nothing(world: World, kind: Kind) -> None:
+    """The session server holds the token ids and asks again; the agent does not notice, nothing half-made is kept."""
+    fault = world.engine_proxy.fault(kind, "/generate")
+    world.http.timeout = httpx.Timeout(20)
+    result = await world.run(world.spec(run={"num_steps": 1}))
+    assert len(fault.hits) == 1
+    assert result.unusable_episodes == {}
+    assert world.trained_groups() == [[0, 1]]
+
+
+@pytest.mark.parametrize("kind", [Kind.ANSWER, Kind.CORRUPT, Kind.STALL, Kind.STALL_IN_BODY])
+async def test_an_engine_that_fails_a_call_costs_one_sample(world: World, kind: Kind) -> None:
+    """500, an answer that cannot be trusted, or none at all: no verdict, whatever the agent makes of it."""
+    fault = world.engine_proxy.fault(kind, "/generate")
+    result = await world.run(world.spec("hide_failure", run={"num_steps": 1}))
+    assert len(fault.hits) == 1
+    assert result.unusable_episodes == {"engine": 1}
+    assert result.dropped_groups == {}
+    assert world.trained_groups() == [[0, 1]]
+    status = (await world.client.status(result.run)).status
+    assert status is not None
+    assert status.last_cause is not None
+    assert status.last_cause.server == world.engine_proxy.url
+
+
+async def test_a_deadline_holds_for_agents_that_swallow_their_cancellation(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """B3: the group settles all the same; the agent is left behind."""
+    monkeypatch.setattr(deadline, "_GRACE_SECONDS", 0.3)
+    boundary_agents.stubborn.append(True)
+    try:
+        spec = world.spec("ignore_cancellation", run={"num_steps": 1}, rollout={"episode_timeout_seconds": 1.0})
+        result = await world.run(spec)
+    finally:
+        boundary_agents.stubborn.clear()
+    assert result.unusable_episodes == {"deadline": 1}
+    assert world.trained_groups() == [[0, 1]]
+
+
+async def test_a_group_that_fails_releases_its_sessions(world: World) -> None:
+    world.proxy.fault(Kind.ANSWER, "/samples", times=1, status=500, body=b"broken")
+    with pytest.raises(RunFailedError, match="broken"):
+        await world.run(world.spec(rollout={"groups_per_step": 1}))
+    # The group waits for that before it fails, and the run fails with it.
+    assert sum(request.startswith("DELETE /sessions/") for request in world.proxy.requests) == 2
+
+
 async def test_the_input_of_an_aborted_sample_is_left_alone(world: World) -> None:
     """A1: the aborted one is a copy; collecting again from the same session gives the sample after all."""
     world.proxy.fault(Kind.RESET_AFTER_SERVER, "/samples", times=-1)
@@ -437,25 +356,9 @@ async def test_an_engine_that_never_answers_is_no_reward_0(world: World) -> None
     assert result.steps == 1
 
 
-async def cancel_itself(episode: Episode) -> float:
-    if episode.key.attempt == 0:
-        raise asyncio.CancelledError
-    return (await ask_once(episode))["reward"]
-
-
 async def test_an_agent_that_cancels_itself_is_contained(world: World) -> None:
     result = await world.run(world.spec("cancel_itself", run={"num_steps": 1}))
     assert result.unusable_episodes == {"agent": 4}
-
-
-def block_the_thread(episode: Episode) -> float:
-    """A plain function, which nothing can cancel."""
-    if (episode.key.group, episode.key.member, episode.key.attempt) == (0, 1, 0):
-        time.sleep(4)
-    headers = {"Authorization": f"Bearer {episode.api_key}"}
-    body = {"model": episode.model, "messages": episode.prompt.messages}
-    httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=10).raise_for_status()
-    return float(episode.key.member % 2)
 
 
 async def test_a_deadline_holds_for_agents_that_block_a_thread(world: World) -> None:
