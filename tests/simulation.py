@@ -103,8 +103,6 @@ class Simulation:
     """Which of them."""
     rollout_queue_suffix: str = ""
     """Anything but empty leaves the episodes without a worker."""
-    train_queue_suffix: str = ""
-    """Anything but empty leaves training to another worker."""
     keeps_version_0: bool = False
     """The engine takes new weights and goes on with the first ones."""
     train_gate: asyncio.Event | None = None
