@@ -1,0 +1,1 @@
+"""A real chat model of 135 million parameters, trained from a GGUF file on sums."""
