@@ -34,7 +34,7 @@ class Command(BaseModel):
 
 def main() -> int:
     torch.set_num_threads(1)
-    world = join_world(60.0)
+    world = join_world(60.0, idle_seconds=0.05)  # much idling between any two commands
     if world.rank > 0:
         return follow(world)
     trainer = Trainer(ranks=Ranks(world))

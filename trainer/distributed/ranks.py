@@ -54,7 +54,14 @@ class Ranks:
             return
         if world.broken.is_set():
             raise LostRankError("a process of this trainer was lost; it starts again")
-        world.send(work.model_dump_json())
+        with world.command(work.model_dump_json()):
+            outcomes = self._obey(world, work, on_progress)
+        for rank, outcome in enumerate(outcomes):
+            if outcome is not None:
+                raise TrainingError(f"rank {rank}: {outcome}")
+
+    def _obey(self, world: World, work: Work, on_progress: Progress) -> list[str | None]:
+        """Do this rank's part; returns what went wrong on the others."""
         failure = _attempt(self.replica, work, on_progress)
         if failure is not None and not isinstance(failure, (TrainingError, StoreError)):
             world.mark_broken()  # the others may be waiting within the work
@@ -64,9 +71,7 @@ class Ranks:
         outcomes = world.exchange(_describe(failure))
         if failure is not None:
             raise failure
-        for rank, outcome in enumerate(outcomes):
-            if outcome is not None:
-                raise TrainingError(f"rank {rank}: {outcome}")
+        return outcomes
 
     def close(self) -> None:
         """Let the other ranks end."""
@@ -74,8 +79,8 @@ class Ranks:
         if world is None or world.broken.is_set():
             return
         world.close()
-        with contextlib.suppress(LostRankError):  # then it has ended already
-            world.send(Stop().model_dump_json())
+        with contextlib.suppress(LostRankError), world.command(Stop().model_dump_json()):
+            pass  # one that was lost has ended already
 
 
 def follow(world: World) -> int:

@@ -22,15 +22,23 @@ import torch.distributed as dist
 from trainer.errors import LostRankError
 
 _LOGGER = logging.getLogger(__name__)
-_IDLE_SECONDS = 5.0
+IDLE_SECONDS = 5.0
 _SILENCE_LIMIT = timedelta(seconds=60)
 
 
 class World:
     """Rank and size, and the channels between ranks."""
 
-    def __init__(self, rank: int, size: int, device: torch.device, collective_limit: timedelta) -> None:
+    def __init__(
+        self,
+        rank: int,
+        size: int,
+        device: torch.device,
+        collective_limit: timedelta,
+        idle_seconds: float = IDLE_SECONDS,
+    ) -> None:
         """The default process group exists already."""
+        self._idle_seconds = idle_seconds
         self.rank = rank
         self.size = size
         self.device = device
@@ -54,13 +62,19 @@ class World:
             self.broken.set()
             self._on_loss()
 
-    def send(self, command: str) -> None:
-        """Rank 0 to all others.
+    @contextlib.contextmanager
+    def command(self, command: str) -> Iterator[None]:
+        """Send a command from rank 0 to all others; within the block they obey it, and get no other.
 
         Raises:
             LostRankError: a process was lost.
         """
-        with self._noticing_loss("a command could not be sent"), self._turn:
+        with self._turn:
+            self._send(command)
+            yield
+
+    def _send(self, command: str) -> None:
+        with self._noticing_loss("a command could not be sent"):
             dist.broadcast_object_list([command], src=0, group=self._commands)
 
     def receive(self) -> str:
@@ -86,22 +100,24 @@ class World:
         return outcomes
 
     def start_idling(self, idle_command: str) -> None:
-        """Send a command every few seconds from a thread of its own, between all others."""
+        """Send a command every few seconds from a thread of its own, while there is no other."""
         threading.Thread(target=self._idle, args=(idle_command, os.getppid()), daemon=True, name="idle").start()
 
     def close(self) -> None:
         self._closed.set()
 
     def _idle(self, command: str, parent: int) -> None:
-        while not self._closed.wait(_IDLE_SECONDS):
+        while not self._closed.wait(self._idle_seconds):
             if os.getppid() != parent:
                 _LOGGER.critical("torchrun has ended; so does this process")
                 os._exit(1)
             if self.broken.is_set() or not self._turn.acquire(blocking=False):
-                continue  # a command is on its way
-            self._turn.release()
-            with contextlib.suppress(LostRankError):
-                self.send(command)
+                continue  # a command is being obeyed, and who obeys does not listen
+            try:
+                with contextlib.suppress(LostRankError):
+                    self._send(command)
+            finally:
+                self._turn.release()
 
     @contextlib.contextmanager
     def _noticing_loss(self, what: str) -> Iterator[None]:
@@ -121,10 +137,11 @@ def is_distributed(environment: Mapping[str, str]) -> bool:
     return int(environment.get("WORLD_SIZE", "1")) > 1
 
 
-def join_world(collective_seconds: float) -> World:
+def join_world(collective_seconds: float, idle_seconds: float = IDLE_SECONDS) -> World:
     """Meet the other processes that torchrun started; each takes the accelerator of its local rank, if there is one.
 
-    No collective operation may take longer than `collective_seconds`.
+    No collective operation may take longer than `collective_seconds`. When there is nothing to do, rank 0 says so every
+    `idle_seconds`.
     """
     limit = timedelta(seconds=collective_seconds)
     device = torch.device("cpu")
@@ -134,4 +151,4 @@ def join_world(collective_seconds: float) -> World:
         torch.cuda.set_device(device)
         backend = "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, timeout=limit)
-    return World(dist.get_rank(), dist.get_world_size(), device, limit)
+    return World(dist.get_rank(), dist.get_world_size(), device, limit, idle_seconds)
