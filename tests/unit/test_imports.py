@@ -83,19 +83,3 @@ def test_importing_loads_nothing_heavy(module: str, absent: list[str]) -> None:
     found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == "[]"
-
-
-def test_no_wait_is_without_a_bound() -> None:
-    """I8: `timeout=None`, however it is spelled, stands nowhere in the tree."""
-    for room in ROOMS:
-        for path in modules(room):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if not isinstance(node, ast.Call):
-                    continue
-                unbounded = [
-                    keyword.arg
-                    for keyword in node.keywords
-                    if keyword.arg and "timeout" in keyword.arg
-                    if isinstance(keyword.value, ast.Constant) and keyword.value.value is None
-                ]
-                assert not unbounded, f"{path.relative_to(ROOT)}:{node.lineno} waits without a bound: {unbounded}"
