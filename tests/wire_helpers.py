@@ -165,13 +165,16 @@ def record_given(engine: FakeEngine) -> list[list[int]]:
 
 
 async def check_masked_tokens(
-    client: SessionClient, session_id: str, engine: FakeEngine, given: list[list[int]]
+    client: SessionClient, session_id: str, engine: FakeEngine, given: list[list[int]], num_samples: int = 1
 ) -> None:
-    """One sample, whose trained tokens are exactly those that the engine gave, each after the prompt it was sent."""
+    """Trained are exactly the tokens that the engine gave, once each, after the prompts they were sampled from."""
     collected = await client.collect(session_id, None, {})
     assert isinstance(collected, CollectedSamples)
-    (sample,) = collected.sample_set.samples
-    edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.loss_mask, [False]]))).reshape(-1, 2).tolist()
-    trained = [(sample.token_ids[:start].tolist(), sample.token_ids[start:end].tolist()) for start, end in edges]
+    assert len(collected.sample_set.samples) == num_samples
+    trained = []
+    for sample in collected.sample_set.samples:
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], sample.loss_mask, [False]]))).reshape(-1, 2).tolist()
+        ids = sample.token_ids.tolist()
+        trained += [(ids[:start], ids[start:end]) for start, end in edges]
     prompts = [request["input_ids"] for request in engine.requests]
-    assert trained == list(zip(prompts, given, strict=True))
+    assert sorted(trained) == sorted(zip(prompts, given, strict=True))
