@@ -76,7 +76,15 @@ class Published:
     version: int
 
 
-RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published
+@dataclass(frozen=True)
+class Planned:
+    """A curriculum chose the prompts of a block of groups."""
+
+    first_group: int
+    prompts: list[int]
+
+
+RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published | Planned
 
 
 @dataclass(frozen=True)

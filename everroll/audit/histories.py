@@ -19,6 +19,7 @@ from everroll.audit.evidence import (
     EpisodeHistory,
     Generation,
     GroupHistory,
+    Planned,
     Published,
     RunEvent,
     RunHistory,
@@ -29,6 +30,7 @@ from everroll.audit.evidence import (
 from everroll.audit.report import AuditInputError
 from everroll.contracts import names
 from everroll.contracts.base import Payload
+from everroll.contracts.curriculum import PlanRequest, PlanResult
 from everroll.contracts.rollout import (
     AwaitGroupRequest,
     BlobRef,
@@ -209,15 +211,13 @@ class _RunReader:
             attributes = event.workflow_execution_started_event_attributes
             self.request = await self.decode(attributes.input, TrainingRunRequest)
         elif kind == EventType.EVENT_TYPE_START_CHILD_WORKFLOW_EXECUTION_INITIATED:
-            initiated = event.start_child_workflow_execution_initiated_event_attributes
-            request = await self.decode(initiated.input, GroupRequest)
-            self._children[event.event_id] = request.group
-            self.events.append(Dispensed(request))
+            await self._take_initiated(event)
         elif kind == EventType.EVENT_TYPE_CHILD_WORKFLOW_EXECUTION_COMPLETED:
             completed = event.child_workflow_execution_completed_event_attributes
-            result = await self.decode(completed.result, GroupResult)
-            group = self._children[completed.initiated_event_id]
-            self.events.append(Settled(group, result, task=self._num_tasks))
+            group = self._children.get(completed.initiated_event_id)
+            if group is not None:
+                result = await self.decode(completed.result, GroupResult)
+                self.events.append(Settled(group, result, task=self._num_tasks))
         elif kind == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED:
             self._num_tasks += 1
         elif kind in _CHILD_ENDINGS:
@@ -232,6 +232,13 @@ class _RunReader:
                 payloads = event.workflow_execution_completed_event_attributes.result
                 self.stopped = (await self.decode(payloads, TrainingRunResult)).stopped
 
+    async def _take_initiated(self, event: HistoryEvent) -> None:
+        initiated = event.start_child_workflow_execution_initiated_event_attributes
+        if initiated.workflow_type.name == names.ROLLOUT_GROUP:
+            request = await self.decode(initiated.input, GroupRequest)
+            self._children[event.event_id] = request.group
+            self.events.append(Dispensed(request))
+
     def _take_ending(self, event: HistoryEvent) -> None:
         attributes = (
             event.child_workflow_execution_failed_event_attributes,
@@ -240,8 +247,9 @@ class _RunReader:
             event.child_workflow_execution_timed_out_event_attributes,
         )
         initiated = next(one.initiated_event_id for one in attributes if one.initiated_event_id)
-        ending = _CHILD_ENDINGS[event.event_type]
-        self.events.append(Settled(self._children[initiated], None, ending, self._num_tasks))
+        group = self._children.get(initiated)
+        if group is not None:
+            self.events.append(Settled(group, None, _CHILD_ENDINGS[event.event_type], self._num_tasks))
 
     async def _take_scheduled(self, event: HistoryEvent) -> None:
         attributes = event.activity_task_scheduled_event_attributes
@@ -251,6 +259,8 @@ class _RunReader:
             step = await self.decode(attributes.input, TrainRequest)
             self.events.append(StepScheduled(step, self._num_tasks))
             request = step
+        elif name == names.PLAN_BLOCK:
+            request = await self.decode(attributes.input, PlanRequest)
         elif name == names.AWAIT_GROUP:
             request = await self.decode(attributes.input, AwaitGroupRequest)
         self._scheduled[event.event_id] = (name, request)
@@ -263,6 +273,9 @@ class _RunReader:
         elif name == names.AWAIT_GROUP and isinstance(request, AwaitGroupRequest):
             result = await self.decode(attributes.result, GroupResult)
             self.events.append(Settled(request.group, result, task=self._num_tasks))
+        elif name == names.PLAN_BLOCK and isinstance(request, PlanRequest):
+            plan = await self.decode(attributes.result, PlanResult)
+            self.events.append(Planned(request.first_group, plan.prompts))
         elif name == names.PUBLISH_WEIGHTS:
             self.events.append(Published((await self.decode(attributes.result, PublishResult)).version))
         elif name == names.PREPARE_RUN:

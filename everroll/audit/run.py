@@ -52,7 +52,7 @@ async def audit_run(temporal: Client, run: str, places: Places, on_progress: OnP
     """
     try:
         journal = open_journal_reader(places.journal)
-    except (JournalReadError, ValueError) as error:
+    except JournalReadError as error:
         raise AuditInputError(f"{error}; name the session server's journal with --journal") from error
     try:
         spec = (await HistoryReader(temporal, run).read_start()).spec

@@ -12,6 +12,7 @@ from itertools import pairwise
 from everroll.audit.evidence import (
     Dispensed,
     Generation,
+    Planned,
     Published,
     RunHistory,
     Settled,
@@ -23,6 +24,7 @@ from everroll.contracts.rollout import GroupRequest, GroupResult
 from everroll.contracts.training import RunState, TrainRequest, TrainResult
 
 ONCE = "prompts dispensed in order and settled once"
+PLANNED = "prompts are the curriculum's, where there is one"
 CARRIED = "state carried through continue-as-new"
 BATCHES = "batches: lowest ready groups, in order"
 STEPS = "steps scheduled once, in order"
@@ -34,6 +36,8 @@ class Account:
     """What became of the run's groups and steps."""
 
     dispensed: dict[int, GroupRequest] = field(default_factory=dict)
+    planned: dict[int, int] = field(default_factory=dict)
+    """Prompt by group, where a curriculum chooses."""
     in_flight: set[int] = field(default_factory=set)
     ready: dict[int, GroupResult] = field(default_factory=dict)
     fates: dict[int, str] = field(default_factory=dict)
@@ -66,13 +70,17 @@ class _Fold:
         self._max_staleness = history.spec.rollout.max_staleness
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}
-        """Groups that came in since the last workflow task: the run may not have seen them when it took a batch."""
+        """Group to the workflow task during which it came in."""
+        self._ended_last: list[int] = []
+        """Groups ended from outside since the run did anything: at the end of its history, the run itself did it."""
 
     def take_generation(self, generation: Generation) -> None:
         self._latest = {}
         if generation.start is not None:
             self._compare_carried(generation.start, generation.run_id)
         for event in generation.events:
+            if not isinstance(event, Settled):
+                self._ended_last.clear()
             if isinstance(event, Dispensed):
                 self._dispense(event.request)
             elif isinstance(event, Settled):
@@ -83,6 +91,8 @@ class _Fold:
                 self._complete(event)
             elif isinstance(event, Published):
                 self._publish(event.version)
+            elif isinstance(event, Planned):
+                self.account.planned.update(enumerate(event.prompts, start=event.first_group))
 
     def _dispense(self, request: GroupRequest) -> None:
         account, group = self.account, request.group
@@ -90,6 +100,15 @@ class _Fold:
         text = "the group was dispensed again" if group in account.dispensed else "groups are not dispensed in order"
         breach = Breach(invariant=_I1, group=group, message=text, expected=f"group {wanted}", found=f"group {group}")
         self._findings.expect(ONCE, group == wanted, breach)
+        planned = account.planned.get(group)
+        breach = Breach(
+            invariant=_I1,
+            group=group,
+            message="the group was given another prompt than the curriculum chose",
+            expected=str(planned),
+            found=str(request.prompt_index),
+        )
+        self._findings.expect(PLANNED, request.prompt_index == planned, breach)
         account.dispensed.setdefault(group, request)
         account.in_flight.add(group)
 
@@ -107,6 +126,7 @@ class _Fold:
         account.in_flight.remove(group)
         if event.result is None:
             account.fates[group] = "dropped: skipped"
+            self._ended_last.append(group)
             return
         account.results[group] = event.result
         if event.result.group != group:
@@ -252,6 +272,8 @@ class _Fold:
             **dict.fromkeys(account.ready, "ready"),
             **dict.fromkeys(account.in_training, "in training"),
         }
+        if not open_ and not finished:
+            account.fates.update(dict.fromkeys(self._ended_last, "ended with the run"))
         for group, where in sorted(left.items()):
             account.fates[group] = where if open_ else "ended with the run"
             if finished:

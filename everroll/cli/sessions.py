@@ -106,7 +106,7 @@ def _read(where: str, body: Callable[[JournalReader], Awaitable[_T]]) -> _T:
 
     try:
         return asyncio.run(read())
-    except (JournalReadError, ValueError) as error:
+    except JournalReadError as error:
         raise CommandError(f"{error}; name the session server's journal with --journal", BAD_INPUT) from error
 
 

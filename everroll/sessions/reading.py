@@ -23,8 +23,8 @@ from everroll.sessions.digest import SessionDigest
 from everroll.tokens.assembly import TurnTokens
 
 _BUSY_TIMEOUT_SECONDS = 30.0
-_SESSION_COLUMNS = "session_id, sampling, seed, created_at, attempt, released_at"
-_TURN_COLUMNS = (
+SESSION_COLUMNS = "session_id, sampling, seed, created_at, attempt, released_at"
+TURN_COLUMNS = (
     "turn_index, attempt, follows, extends, depth, prompt_key, added_ids, completion_ids, logprobs, weight_versions, "
     "finish_reason, messages, tools, reply, num_prompt_tokens, num_cached_tokens, seed, created_at, note"
 )
@@ -107,16 +107,22 @@ class JournalReader(Protocol):
 
 
 def open_journal_reader(url: str) -> JournalReader:
-    """Open a journal by path, or by URL: `sqlite:///path`.
+    """Open a journal by path, or by URL: `sqlite:///path` or `postgresql://user@host/database`.
 
     Raises:
-        JournalReadError: missing, or not a journal.
-        ValueError: a scheme that is not supported.
+        JournalReadError: missing, not a journal, or of a kind that is not supported.
     """
     parts = urlsplit(url)
     if parts.scheme in ("", "sqlite", "file"):
         return SqliteReader(Path(unquote(parts.path)) if parts.scheme else Path(url))
-    raise ValueError(f"journal {parts.scheme}://...: only SQLite files can be read, by path or sqlite:/// URL")
+    if parts.scheme not in ("postgresql", "postgres"):
+        raise JournalReadError(f"journal {parts.scheme}://...: give a path, or a postgresql:// URL")
+    try:
+        from everroll.sessions.reading_postgres import PostgresReader
+    except ModuleNotFoundError as error:
+        text = f"a journal in PostgreSQL needs the package {error.name}: pip install 'everroll[postgres]'"
+        raise JournalReadError(text) from error
+    return PostgresReader(url)
 
 
 class SqliteReader:
@@ -137,11 +143,11 @@ class SqliteReader:
             raise JournalReadError(f"{path} is no journal: {error}") from error
 
     async def read_session(self, session_id: str) -> RecordedSession | None:
-        found = await self._select(f"SELECT {_SESSION_COLUMNS} FROM sessions WHERE session_id = ?", session_id)
+        found = await self._select(f"SELECT {SESSION_COLUMNS} FROM sessions WHERE session_id = ?", session_id)
         if not found:
             return None
         rows = await self._select(
-            f"SELECT {_TURN_COLUMNS} FROM turns WHERE session_id = ? ORDER BY turn_index", session_id
+            f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id = ? ORDER BY turn_index", session_id
         )
         try:
             return decode_session(found[0], rows)
@@ -185,7 +191,7 @@ def parse_digest(text: str) -> SessionDigest | None:
 
 
 def decode_session(row: tuple[Any, ...], turns: list[tuple[Any, ...]]) -> RecordedSession:
-    """Rows as selected by `_SESSION_COLUMNS` and `_TURN_COLUMNS`."""
+    """Rows as selected by `SESSION_COLUMNS` and `TURN_COLUMNS`."""
     session_id, sampling, seed, created_at, attempt, released_at = row
     return RecordedSession(
         session_id=session_id,

@@ -15,7 +15,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from everroll.audit.evidence import Generation, GroupHistory, RunHistory, Settled, StepCompleted, StepScheduled
+from everroll.audit.evidence import (
+    Dispensed,
+    Generation,
+    GroupHistory,
+    RunHistory,
+    Settled,
+    StepCompleted,
+    StepScheduled,
+)
 from everroll.audit.report import AuditReport, Invariant
 from everroll.cli.main import run_command_line
 from everroll.contracts.outcomes import SampleStatus
@@ -465,6 +473,16 @@ def double(kind: type, group: int) -> Callable[[list[Any]], list[Any]]:
     return change
 
 
+def choose_prompt(events: list[Any]) -> list[Any]:
+    """Group 2 plays a prompt that nobody chose."""
+    return [
+        Dispensed(event.request.model_copy(update={"prompt_index": 0}))
+        if isinstance(event, Dispensed) and event.request.group == 2
+        else event
+        for event in events
+    ]
+
+
 def train_twice(events: list[Any]) -> list[Any]:
     scheduled = next(event for event in events if isinstance(event, StepScheduled))
     completed = next(event for event in events if isinstance(event, StepCompleted))
@@ -499,6 +517,12 @@ def never_settle(events: list[Any]) -> list[Any]:
     [
         (drop_group(1), Invariant.SETTLED_ONCE, "groups are not dispensed in order", {"group": 2}),
         (double(Settled, 1), Invariant.SETTLED_ONCE, "the group was settled again", {"group": 1}),
+        (
+            choose_prompt,
+            Invariant.SETTLED_ONCE,
+            "the group was given another prompt than the curriculum chose",
+            {"group": 2},
+        ),
         (train_twice, Invariant.STEPS, "the step was handed to the trainer again", {"step": 1}),
         (skip_step, Invariant.STEPS, "the steps are not taken in order", {"step": 2}),
         (reverse_batch, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"step": 1}),

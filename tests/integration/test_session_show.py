@@ -33,11 +33,12 @@ Cli = Callable[..., tuple[int, str, str]]
 def stack_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A stack's directory after an episode with a tool call, a branch and new weights on the way."""
     directory = tmp_path_factory.mktemp("stack")
-    asyncio.run(_record(directory))
+    asyncio.run(record_sessions(directory))
     return directory
 
 
-async def _record(directory: Path) -> None:
+async def record_sessions(directory: Path) -> None:
+    """Play it."""
     model = write_model_dir(directory / "runs" / "shown" / "model_files")
     renderer = load_renderer(model_section(model))
     replies = (f"Let me compute that.\n{TOOL_CALL_TEXT}", "The sum is 3. <i>Done</i>", "No, it is 4.", "x" * 300, "old")
@@ -53,6 +54,8 @@ async def _record(directory: Path) -> None:
         reply = await stack.chat(handle, *answered, tools=TOOLS)
         await stack.chat(handle, *answered, reply, {"role": "user", "content": "Sure?"}, tools=TOOLS)
         await stack.chat(handle, *answered, reply, {"role": "user", "content": "Go on."}, tools=TOOLS)
+        await stack.client.collect(SESSION, None, {})
+        await stack.client.release(SESSION)
         other = await stack.open("other-0-0-0")
         await stack.chat(other, {"role": "user", "content": "hi"})
 
@@ -114,6 +117,7 @@ def test_the_terminal_form(cli: Cli) -> None:
     assert "\\x1b[31mred é 漢" in output, "what an agent sent cannot steer the terminal"
     assert "\x1b" not in output
     assert "[length]" in output
+    assert ", released" in output
     code, output, _ = cli("show", SESSION, "--logprobs")
     assert code == 0
     assert "T(-0.10)h(-0.10)e(-0.10)" in output
