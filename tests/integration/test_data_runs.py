@@ -1,21 +1,21 @@
-"""Runs whose prompts a curriculum chooses, and epochs, over kills and continue-as-new on the real server."""
+"""Which prompts a run plays: epochs, curricula and changed data, over kills and continue-as-new on the real server."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
 from pathlib import Path
-from typing import Any
 
 import pytest
-from temporalio.client import WorkflowFailureError, WorkflowHandle
 
 from activities.curriculum import CurriculumActivities
-from everroll.client import EverrollClient
-from everroll.contracts import names
+from activities.episodes import EpisodeActivities
+from everroll.agents import AgentClients
+from everroll.client import EverrollClient, RunFailedError
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import DatasetRef, EpisodeKey, EpisodeReport, EpisodeRequest
 from everroll.data.curriculum import Block
+from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache, compute_prompt_index, load_dataset
 from tests.simulation import Simulation, build_spec
 
@@ -67,10 +67,6 @@ def list_prompts(simulation: Simulation) -> list[int | None]:
     return [simulation.stored[group].outcomes[0].prompt_index for group in groups]
 
 
-def find_run(client: EverrollClient, run_name: str) -> WorkflowHandle[Any, Any]:
-    return client.temporal.get_workflow_handle(names.run_workflow_id(run_name))
-
-
 # After a kill the server waits ten seconds for the worker that knew the run.
 KILLED = pytest.mark.parametrize("killed", [False, pytest.param(True, marks=pytest.mark.slow)])
 
@@ -93,7 +89,7 @@ async def play_run(
             await asyncio.wait_for(held.wait(), 30)
     simulation.gate.set()
     async with simulation.workers(client.temporal, task_queue):
-        await asyncio.wait_for(find_run(client, run_name).result(), 60)
+        await asyncio.wait_for(client.result(run_name), 60)
         status = (await client.status(run_name)).status
     assert status is not None
     return status.generation
@@ -153,9 +149,8 @@ async def test_a_curriculum_may_see_the_finished_steps(
     curriculum = {"function": f"{__name__}:by_last_step", "block_groups": 2, "use_steps": True}
     spec = build_spec(run_name, task_queue, run={"num_steps": 4}, data={"path": dataset.path, "curriculum": curriculum})
     async with simulation.workers(client.temporal, task_queue):
-        async with asyncio.timeout(60):
-            await client.start(spec)
-            await find_run(client, run_name).result()
+        await client.start(spec)
+        await asyncio.wait_for(client.result(run_name), 60)
     assert list_prompts(simulation) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -168,7 +163,28 @@ async def test_a_curriculum_that_raises_fails_the_run(
     )
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        with pytest.raises(WorkflowFailureError) as caught:
-            await asyncio.wait_for(find_run(client, run_name).result(), 60)
-    assert "nothing left to learn" in str(caught.value.cause)
+        with pytest.raises(RunFailedError, match="nothing left to learn"):
+            await asyncio.wait_for(client.result(run_name), 60)
     assert simulation.episodes == []
+
+
+def change(path: Path) -> str:
+    """Change a prompt; returns the new fingerprint."""
+    path.write_text(path.read_text().replace("?", "!", 1))
+    return load_dataset(path).fingerprint
+
+
+async def test_a_data_set_that_changed_fails_the_run_with_both_fingerprints(
+    client: EverrollClient, dataset: DatasetRef, task_queue: str, run_name: str
+) -> None:
+    """Case C11: the file is another one when a worker is about to play the first episode."""
+    changed = change(Path(str(dataset.path)))
+    simulation = build_simulation(dataset)
+    async with build_http_client() as http:
+        episodes = EpisodeActivities(AgentClients(http), DatasetCache(), "key")
+        simulation.rollout_activities = [episodes.run_episode, simulation.collect_samples]
+        async with simulation.workers(client.temporal, task_queue):
+            await client.start(build_spec(run_name, task_queue))
+            with pytest.raises(RunFailedError) as caught:
+                await asyncio.wait_for(client.result(run_name), 60)
+    assert f"its fingerprint was {dataset.fingerprint} and is now {changed}" in str(caught.value)
