@@ -40,7 +40,7 @@ from worker.settings import Role, WorkerSettings
 NUM_STEPS = 2
 GROUPS_PER_STEP = 2
 MEMBERS = 2
-_RUN_SECONDS = 60.0
+_RUN_SECONDS = 100.0
 
 
 async def play(episode: Episode) -> float:

@@ -59,14 +59,19 @@ def audit(
         try:
             report = await audit_with_progress(client, run, places, Console(stderr=True))
         except AuditInputError as error:
-            raise CommandError(str(error), BAD_INPUT) from error
+            raise CommandError(str(error)) from error
         if json:
             print(report.model_dump_json(indent=2))
         else:
             Console(highlight=False).print(render_report(report))
         return 0 if report.passed else FAILED
 
-    raise typer.Exit(execute(find_target(directory, address, namespace), check))
+    try:
+        code = execute(find_target(directory, address, namespace), check)
+    except CommandError as error:
+        # 1 says that the evidence was seen, and contradicts itself.
+        raise CommandError(str(error), BAD_INPUT) from error
+    raise typer.Exit(code)
 
 
 def default_journal(directory: Path) -> str:

@@ -46,6 +46,7 @@ from tests.audit_helpers import (
     rewrite_blob,
 )
 from tests.conftest import TemporalServer
+from tests.session_helpers import find_free_port
 
 Cli = Callable[..., tuple[int, str, str]]
 SESSION = "audited-1-0-0"
@@ -248,6 +249,9 @@ def test_what_is_missing_is_said(cli: Cli, finished: FinishedRun, tmp_path: Path
     code, _, error = cli(*arguments, "--run-dir", str(tmp_path / "nowhere"))
     assert code == 2
     assert "no run directory" in error
+    code, _, error = cli(*arguments, "--address", f"127.0.0.1:{find_free_port()}")
+    assert code == 2
+    assert "no Temporal server answers" in error
     code, _, error = cli(*arguments, "--store", "ftp://nowhere")
     assert code == 2
     assert "ftp" in error
