@@ -52,6 +52,8 @@ class _Round:
     problems: list[str] = field(default_factory=list)
     can_pass: bool = False
     """Whether any engine's trouble is of the kind that passes."""
+    was_lost: bool = False
+    """Whether a connection broke under a call, which in-place updates make routine: worth one more try in any case."""
 
 
 class Upstream:
@@ -98,14 +100,16 @@ class Upstream:
         loop = asyncio.get_running_loop()
         deadline, backoff = None, _FIRST_BACKOFF_SECONDS
         url = self.engine_url(session_id)
+        may_repeat = True
         while True:
-            last.problems, last.can_pass = [], False
+            last.problems, last.can_pass, last.was_lost = [], False, False
             for state in self.pool.rank(session_id):
                 completion = await self._try(state, request, min_weight_version, last)
                 if completion is not None:
                     return completion
             deadline = deadline or loop.time() + self._patience.busy_seconds
-            if not last.can_pass or loop.time() + backoff > deadline:
+            repeats, may_repeat = may_repeat and last.was_lost, False
+            if not repeats and (not last.can_pass or loop.time() + backoff > deadline):
                 raise EngineAwayError("; ".join(last.problems), url)
             await asyncio.sleep(backoff)
             backoff = min(backoff * 2, _MAX_BACKOFF_SECONDS)
@@ -149,8 +153,9 @@ class Upstream:
     def _note(self, state: EngineState, error: EngineError, tried: _Round) -> None:
         self._count(state, error)
         tried.problems.append(str(error))
-        if isinstance(error, EngineUnavailableError) and error.trouble in ("busy", "lost"):
-            tried.can_pass = True
+        if isinstance(error, EngineUnavailableError):
+            tried.can_pass = tried.can_pass or error.trouble in ("busy", "lost")
+            tried.was_lost = tried.was_lost or error.trouble == "lost"
 
     async def _call(self, state: EngineState, request: GenerateRequest) -> Completion:
         state.num_calls += 1

@@ -161,6 +161,17 @@ async def test_a_connection_that_breaks_under_an_update_is_tried_again() -> None
             assert (await upstream.generate("s", REQUEST)).token_ids == [11, 12]
 
 
+async def test_a_broken_connection_is_tried_once_more_even_without_patience() -> None:
+    async with run_wire_server(SGLANG) as server, run_fault_proxy(server.url) as proxy:
+        fault = proxy.fault(Kind.RESET_IN_BODY, "/generate", times=1)
+        async with open_upstream([proxy.url], threshold=5) as upstream:
+            assert (await upstream.generate("s", REQUEST)).token_ids == [11, 12]
+            fault.times = -1
+            with pytest.raises(EngineAwayError):
+                await upstream.generate("s", REQUEST)
+    assert len(fault.hits) == 3
+
+
 async def test_an_engine_that_is_gone_is_not_waited_for() -> None:
     async with run_wire_server(SGLANG) as server:
         url = server.url
