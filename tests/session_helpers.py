@@ -320,12 +320,12 @@ class Stack:
 
 @contextlib.asynccontextmanager
 async def run_stack(
-    renderer: ChatRenderer, model_dir: Path, journal: Path, engines: list[FakeEngine], **settings: Any
+    renderer: ChatRenderer, model_dir: Path, journal: Path | str, engines: list[FakeEngine], **settings: Any
 ) -> AsyncIterator[Stack]:
     values = SessionServerSettings(
         model=model_section(model_dir),
         engine_urls=[engine.base_url for engine in engines],
-        journal_path=str(journal),
+        journal=str(journal),
         **{"engine_patience_seconds": 0, **settings},
     )
     async with (

@@ -143,6 +143,7 @@ class SessionCore:
                 session.record = dataclasses.replace(record, attempt=attempt)
                 with self._forgetting(session):
                     await self._journal.set_attempt(session.claim, attempt, record.run)
+            self._used[session_id] = session.claim
             return session
 
     async def turn(self, session_id: str, request: ChatRequest, attempt: int | None = None) -> TurnAnswer:
@@ -155,6 +156,7 @@ class SessionCore:
         _refuse_released(session.record)
         if attempt not in (None, session.record.attempt):
             raise ConflictError(f"this attempt at session {session_id} was given up; a later one has taken over")
+        self._used[session_id] = session.claim
         keys = self._maker.compute_keys(request)
         recorded = session.by_request.get(keys.request_key)
         if recorded is not None:
@@ -374,8 +376,6 @@ class SessionCore:
             self._sessions.move_to_end(session_id)
         if session is None:
             raise UnknownSessionError(f"no session {session_id!r:.250}")
-        if session.record.released_at is None:
-            self._used[session_id] = session.claim
         return session
 
     async def _get_current(self, session_id: str) -> Session:

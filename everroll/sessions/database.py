@@ -67,7 +67,7 @@ class Database(Protocol):
         """Space left on its disk, where that can be known."""
 
     async def reclaim(self) -> None:
-        """Give a piece of the space of deleted rows back, where that does not happen by itself."""
+        """Give the space of deleted rows back in small pieces, where that does not happen by itself."""
 
     async def close(self) -> None:
         """Finish what is queued, then close."""

@@ -47,6 +47,7 @@ _LOST = (
     TimeoutError,
     asyncpg.PostgresConnectionError,
     asyncpg.InterfaceError,
+    asyncpg.InternalClientError,  # of a connection that was cut in the middle of a call
     asyncpg.OperatorInterventionError,
     asyncpg.TooManyConnectionsError,
 )

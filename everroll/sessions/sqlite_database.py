@@ -37,6 +37,7 @@ from everroll.sessions.journal_schema import MIGRATIONS, check_version
 _BUSY_TIMEOUT_SECONDS = 30.0
 _LOCK_WAIT_SECONDS = 1.0
 _RECLAIM_PAGES = 256
+"""Freed in one write; turns are written in between."""
 _NULL = re.compile(r"^NOT NULL constraint failed: \w+\.(\w+)$")
 
 DIALECT = Dialect(
@@ -100,7 +101,10 @@ class SqliteDatabase:
         return shutil.disk_usage(self.path.parent).free
 
     async def reclaim(self) -> None:
-        await self.write(Statement(f"PRAGMA incremental_vacuum({_RECLAIM_PAGES})"))
+        ((free,),) = await self.read("SELECT freelist_count FROM pragma_freelist_count()")
+        for _ in range(0, free, _RECLAIM_PAGES):
+            # One page a statement: the driver takes one step, and a step frees one page.
+            await self.write(*[Statement("PRAGMA incremental_vacuum(1)")] * _RECLAIM_PAGES)
 
     async def close(self) -> None:
         self._jobs.put(None)
