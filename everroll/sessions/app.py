@@ -107,7 +107,7 @@ class SessionApp:
     body_timeout_seconds: float
     stream_keepalive_seconds: float
     calls: set[asyncio.Task[TurnAnswer]] = field(default_factory=set)
-    """Calls whose stream began before their turn was recorded; they go on when the client hangs up."""
+    """Calls of streams; they go on when the client hangs up, and asyncio alone would forget them."""
 
     async def create(self, request: Request) -> Response:
         self._admit_admin(request)
@@ -132,12 +132,12 @@ class SessionApp:
     async def _stream(self, wire: Wire, call: Call, turn: Awaitable[TurnAnswer]) -> Response:
         """Nothing of a turn is sent before it is recorded; while it takes long, only signs of life are."""
         task = asyncio.ensure_future(turn)
+        self.calls.add(task)
+        task.add_done_callback(self._forget)
         done, _ = await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
         if done:
             body = call.build_stream(task.result(), self.model)
             return Response(body, media_type="text/event-stream", headers=_STREAM_HEADERS)
-        self.calls.add(task)
-        task.add_done_callback(self._forget)
         body_parts = self._keep_alive(wire, call, task)
         return StreamingResponse(body_parts, media_type="text/event-stream", headers=_STREAM_HEADERS)
 
@@ -148,12 +148,14 @@ class SessionApp:
         try:
             yield call.build_stream(task.result(), self.model)
         except Exception as error:
-            yield wire.build_stream_error(_as_session_error(error))
+            known = _as_session_error(error)
+            _log_error("a stream that had begun", known)
+            yield wire.build_stream_error(known)
 
     def _forget(self, task: asyncio.Task[TurnAnswer]) -> None:
         self.calls.discard(task)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            _log_error("a stream that had begun", _as_session_error(error))
+        if not task.cancelled():
+            task.exception()  # seen: whoever listens gets it, and if nobody does, nothing was recorded
 
     async def count_tokens(self, request: Request) -> Response:
         session_id, _ = self._admit_session(request)

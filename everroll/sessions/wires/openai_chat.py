@@ -159,7 +159,7 @@ def _parse_tool_calls(value: Any, where: str) -> list[Json]:
 
 
 def _parse_tools(value: Any) -> list[Tool] | None:
-    if not value and not isinstance(value, str):
+    if value is None or value == []:
         return None
     tools = []
     for index, tool in enumerate(as_list(value, "tools")):
