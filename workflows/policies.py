@@ -59,6 +59,9 @@ _ACTIVITY_GRACE = timedelta(seconds=30)
 ATTEMPTS_ALLOWANCE = 10
 """How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""
 
+MAX_STARTING_GROUPS = 32
+"""Starts of groups that may be unconfirmed at once: a workflow task with hundreds of them takes too long, and fails."""
+
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
 PAUSE_GRACE = timedelta(minutes=5)
 """What waits for the end of a pause gives up so long after the pause itself should have ended."""

@@ -162,6 +162,11 @@ class TrainingRun:
         """What must end the run."""
         return self.group_failure or self.pauses.fatal or self._find_no_progress()
 
+    def _fail(self, error: BaseException) -> None:
+        """End the run, whatever it waits for; the first failure is the one that counts."""
+        self.group_failure = self.group_failure or error
+        self.pauses.fatal = self.pauses.fatal or error
+
     def _find_no_progress(self) -> ApplicationError | None:
         text = self.ledger.find_no_progress()
         return ApplicationError(text, type=ErrorType.NO_PROGRESS.value, non_retryable=True) if text else None
@@ -195,6 +200,8 @@ class TrainingRun:
         if self.fatal is not None or self.closing or self.pauses.paused:
             return
         while self.ledger.can_admit(self.state.stop_requested):
+            if len(self.starting) >= policies.MAX_STARTING_GROUPS:
+                return  # `_play_group` goes on when one has started
             if not self.curriculum.covers_next_group:
                 self._plan_block()
                 return
@@ -212,7 +219,7 @@ class TrainingRun:
             await self.curriculum.plan()
             self._admit_groups()
         except Exception as error:
-            self.group_failure = self.group_failure or error
+            self._fail(error)
 
     def _reattach_groups(self) -> None:
         """Groups that were in flight when the run continued as new still are."""
@@ -231,13 +238,14 @@ class TrainingRun:
             hold = self.pauses.hold
             child = await self._start_group(group)
             self.starting.discard(group)
+            self._admit_groups()
             if self.pauses.hold != hold:
                 self.pauses.tell_group(group)
             self._settle(await child)
         except ChildWorkflowError as error:
             self._settle_failure(group, error)
         except Exception as error:
-            self.group_failure = self.group_failure or error
+            self._fail(error)
 
     async def _start_group(self, group: int) -> ChildWorkflowHandle[object, GroupResult]:
         return await workflow.start_child_workflow(
@@ -269,7 +277,7 @@ class TrainingRun:
             )
             self._settle(result)
         except Exception as error:
-            self.group_failure = self.group_failure or error
+            self._fail(error)
 
     def _settle(self, result: GroupResult) -> None:
         if self.ledger.is_behind(result):
@@ -298,7 +306,7 @@ class TrainingRun:
         try:
             await self.publisher.publish_again()
         except ActivityError as error:
-            self.group_failure = self.group_failure or error
+            self._fail(error)
 
     def _settle_failure(self, group: int, error: ChildWorkflowError) -> None:
         """A group that a person ended is dropped; one that failed fails the run."""
@@ -308,7 +316,7 @@ class TrainingRun:
             cause = Cause(kind=CauseKind.SKIPPED, error=type(error.cause).__name__, message=f"group {group} was ended")
             self._settle(GroupResult(group=group, dropped=cause))
         else:
-            self.group_failure = self.group_failure or error
+            self._fail(error)
 
     async def _cancel_groups(self) -> None:
         """The run is over: no group goes on without it."""
