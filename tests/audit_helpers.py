@@ -27,7 +27,8 @@ from everroll.contracts.rollout import BlobRef, GroupManifest
 from everroll.contracts.spec import RunSpec
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import RecordedSession, open_journal_reader
-from everroll.sessions.server import SessionServerSettings, open_app
+from everroll.sessions.server import open_app
+from everroll.sessions.settings import SessionServerSettings
 from everroll.store import LocalStore
 from everroll.tokens.renderer import load_renderer
 from everroll.tokens.samples import Sample, SampleSet, decode_samples, encode_samples

@@ -469,9 +469,9 @@ def drop_group(group: int) -> Callable[[list[Any]], list[Any]]:
     return lambda events: [event for event in events if getattr(getattr(event, "request", None), "group", -1) != group]
 
 
-def double(kind: type, group: int) -> Callable[[list[Any]], list[Any]]:
+def settle_twice(group: int) -> Callable[[list[Any]], list[Any]]:
     def change(events: list[Any]) -> list[Any]:
-        event = next(event for event in events if isinstance(event, kind) and event.group == group)
+        event = next(event for event in events if isinstance(event, Settled) and event.group == group)
         return [*events, event]
 
     return change
@@ -520,7 +520,7 @@ def never_settle(events: list[Any]) -> list[Any]:
     ("change", "invariant", "text", "where"),
     [
         (drop_group(1), Invariant.SETTLED_ONCE, "groups are not dispensed in order", {"group": 2}),
-        (double(Settled, 1), Invariant.SETTLED_ONCE, "the group was settled again", {"group": 1}),
+        (settle_twice(1), Invariant.SETTLED_ONCE, "the group was settled again", {"group": 1}),
         (
             choose_prompt,
             Invariant.SETTLED_ONCE,
