@@ -6,6 +6,7 @@ import asyncio
 import json
 import logging
 import re
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -259,6 +260,47 @@ async def test_replay_serves_recorded_turns_and_trains_the_last_attempt_only(sta
     with pytest.raises(ServerStatusError, match="409"):
         await stack.open(attempt=0)
     assert await stack.texts() == ["one|two|new three|"]
+
+
+_AGENT = """import json, sys, urllib.request
+url, key = sys.argv[1:]
+messages = [{"role": "user", "content": "hi"}]
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+for turn in range(50):
+    body = json.dumps({"model": "m", "messages": messages}).encode()
+    headers = {"Authorization": "Bearer " + key, "Content-Type": "application/json"}
+    request = urllib.request.Request(url + "/chat/completions", body, headers)
+    with opener.open(request, timeout=60) as answer:
+        messages.append(json.load(answer)["choices"][0]["message"])
+    messages.append({"role": "user", "content": "turn %d" % turn})
+"""
+
+
+async def test_a_worker_killed_at_turn_40_of_50_costs_no_token_but_the_one_in_flight(stack: Stack) -> None:
+    """The agent is a process of its own, killed with a call in flight; its next attempt starts from the beginning."""
+    stack.engine.replies = [f"reply {turn}" for turn in range(50)]
+    gate = asyncio.Event()
+
+    def hold_the_next(answer: dict[str, Any]) -> dict[str, Any]:
+        stack.engine.gate = gate if len(stack.engine.requests) >= 40 else None
+        return answer
+
+    stack.engine.mangle = hold_the_next
+    handle = await stack.open(attempt=0)
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", _AGENT, handle.base_url, handle.api_key)
+    await stack.engine.await_requests(41)
+    worker.kill()
+    await worker.wait()
+    handle = await stack.open(attempt=1)
+    assert handle.num_turns == 40
+    gate.set()
+    worker = await asyncio.create_subprocess_exec(sys.executable, "-c", _AGENT, handle.base_url, handle.api_key)
+    assert await worker.wait() == 0
+    assert len(stack.engine.requests) == 50  # the one in flight was joined, or found recorded
+    assert await stack.texts() == ["".join(f"reply {turn}|" for turn in range(50))]
+    turns = (await stack.client.describe("s"))["turns"]
+    assert isinstance(turns, list)
+    assert {turn["attempt"] for turn in turns} == {1}
 
 
 async def test_a_call_in_flight_belongs_to_its_attempt_unless_the_next_one_joins_it(stack: Stack) -> None:

@@ -11,6 +11,7 @@ import pytest
 from everroll.http_client import build_http_client
 from everroll.sessions.client import CollectedSamples, SessionClient, SessionHandle
 from everroll.sessions.server import SessionServerSettings
+from tests.postgres_helpers import create_database
 from tests.session_helpers import (
     ADMIN_KEY,
     SAMPLING,
@@ -46,15 +47,16 @@ def expected_tokens(engine: FakeEngine, session_id: str) -> list[int]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("num_kills", "num_episodes"), [(20, 64)])
+@pytest.mark.parametrize(("kind", "num_kills", "num_episodes"), [("sqlite", 20, 64), ("postgres", 5, 16)])
 async def test_no_episode_fails_and_no_token_is_lost_or_doubled(
-    tmp_path: Path, num_kills: int, num_episodes: int
+    tmp_path: Path, kind: str, num_kills: int, num_episodes: int
 ) -> None:
+    journal = str(tmp_path / "journal.db") if kind == "sqlite" else await asyncio.to_thread(create_database)
     async with run_fake_engine("a reply") as engine:
         settings = SessionServerSettings(
             model=model_section(write_model_dir(tmp_path / "model")),
             engine_urls=[engine.base_url],
-            journal=str(tmp_path / "journal.db"),
+            journal=journal,
             port=find_free_port(),
         )
         with run_server_process(settings, tmp_path / "server.log") as server:
