@@ -16,6 +16,7 @@ import contextlib
 import json
 import logging
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -241,6 +242,7 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped too
     install_runtime()
     logging.getLogger("temporal_core").setLevel(logging.ERROR)  # slow workflow tasks show in the figures
     result = asyncio.run(run_benchmark(Size(options.groups, options.episodes, options.steps), options.rounds))

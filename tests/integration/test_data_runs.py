@@ -89,7 +89,7 @@ async def play_run(
             await asyncio.wait_for(held.wait(), 30)
     simulation.gate.set()
     async with simulation.workers(client.temporal, task_queue):
-        await asyncio.wait_for(client.result(run_name), 60)
+        await asyncio.wait_for(client.result(run_name), 100)
         status = (await client.status(run_name)).status
     assert status is not None
     return status.generation
@@ -150,7 +150,7 @@ async def test_a_curriculum_may_see_the_finished_steps(
     spec = build_spec(run_name, task_queue, run={"num_steps": 4}, data={"path": dataset.path, "curriculum": curriculum})
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        await asyncio.wait_for(client.result(run_name), 60)
+        await asyncio.wait_for(client.result(run_name), 100)
     assert list_prompts(simulation) == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
@@ -164,7 +164,7 @@ async def test_a_curriculum_that_raises_fails_the_run(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
         with pytest.raises(RunFailedError, match="nothing left to learn"):
-            await asyncio.wait_for(client.result(run_name), 60)
+            await asyncio.wait_for(client.result(run_name), 100)
     assert simulation.episodes == []
 
 
@@ -186,5 +186,5 @@ async def test_a_data_set_that_changed_fails_the_run_with_both_fingerprints(
         async with simulation.workers(client.temporal, task_queue):
             await client.start(build_spec(run_name, task_queue))
             with pytest.raises(RunFailedError) as caught:
-                await asyncio.wait_for(client.result(run_name), 60)
+                await asyncio.wait_for(client.result(run_name), 100)
     assert f"its fingerprint was {dataset.fingerprint} and is now {changed}" in str(caught.value)
