@@ -97,12 +97,14 @@ async def audit_with_progress(client: EverrollClient, run: str, places: Places, 
 def render_report(report: AuditReport) -> RenderableType:
     """For people: what was compared, what was found, what could not be told."""
     from rich.console import Group
+    from rich.padding import Padding
     from rich.text import Text
 
     parts: list[RenderableType] = [Text(_describe(report)), Text(), _build_table(report)]
     if report.breaches:
-        parts += [Text(), Text(f"{report.num_breaches} breaches; the first:", style="bold red")]
-        parts += [Text(f"  {breach}") for breach in report.breaches[:_SHOWN_BREACHES]]
+        number = "1 breach:" if report.num_breaches == 1 else f"{report.num_breaches} breaches, the first of them:"
+        parts += [Text(), Text(number, style="bold red")]
+        parts += [Padding(Text(str(breach)), (0, 0, 0, 2)) for breach in report.breaches[:_SHOWN_BREACHES]]
         hidden = report.num_breaches - min(_SHOWN_BREACHES, len(report.breaches))
         if hidden:
             parts.append(Text(f"  and {hidden} more; --json lists up to {len(report.breaches)}"))
