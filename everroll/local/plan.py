@@ -27,6 +27,9 @@ TEMPORAL_TUNING = (
 _ENGINE_READY_SECONDS = 300.0
 """Loading a large model takes minutes."""
 
+_WORKER_READY_SECONDS = 180.0
+"""Importing torch in several processes at once takes a while on a busy machine."""
+
 
 @dataclass(frozen=True)
 class WantedPorts:
@@ -209,6 +212,7 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
                 "workflow" if kind == "workflow" else "activity",
             ),
             stage=2,
+            ready_timeout_seconds=_WORKER_READY_SECONDS,
             # The user's directory: agents find their files where the user keeps them.
             cwd=options.import_path,
         )
