@@ -37,6 +37,7 @@ from trainer.errors import CheckpointError, LostRankError, ReplayDifferenceError
 from trainer.model import Policy
 from trainer.retention import prune
 from trainer.rundir import AppliedStep, RunDirectory
+from trainer.sinks import MetricSinks, check_packages
 from trainer.step import Progress
 
 _LOGGER = logging.getLogger(__name__)
@@ -53,15 +54,18 @@ class Trainer:
         self._ranks = ranks or Ranks()
         self._turn = threading.Lock()
         self._run: RunDirectory | None = None
+        self._sinks: MetricSinks | None = None
 
     def prepare(self, request: PrepareTrainerRequest) -> Weights:
         """Make checkpoint 0 from the user's model unless the run has one; answers the newest applied weights.
 
         Raises:
+            TrainingError: a package that `train.metrics` asks for is not installed.
             CheckpointError: the model cannot be read, or the run has steps but no complete checkpoint.
             RunInUseError: another process trains this run.
             LostRankError: one of several processes was lost.
         """
+        check_packages(request.train.metrics)
         with self._take_turn(request.train.step_timeout_seconds):
             run = self._open(Path(request.run_dir))
             version = run.latest_applied()
@@ -89,16 +93,32 @@ class Trainer:
             run = self._open(Path(request.run_dir))
             record = run.read_record(request.step)
             if record is not None:
-                return self._look_up(run, record, request, on_progress)
-            differences = self._reach(run, request.step - 1, request, on_progress)
-            return self._apply(run, request, differences, on_progress)
+                result = self._look_up(run, record, request, on_progress)
+            else:
+                differences = self._reach(run, request.step - 1, request, on_progress)
+                result = self._apply(run, request, differences, on_progress)
+            self._copy_metrics(run, request)
+            return result
 
     def close(self) -> None:
         """Forget the model, let go of the run directory, and let the other processes end."""
         self._let_go()
         self._ranks.close()
 
+    def _copy_metrics(self, run: RunDirectory, request: TrainRequest) -> None:
+        """Bring the sinks up to the record. Never fails."""
+        if self._sinks is None or self._sinks.spec != request.train.metrics:
+            self._close_sinks()
+            self._sinks = MetricSinks(run.root, request.run, request.train.metrics)
+        self._sinks.sync(run.metrics_path)
+
+    def _close_sinks(self) -> None:
+        if self._sinks is not None:
+            self._sinks.close()
+            self._sinks = None
+
     def _let_go(self) -> None:
+        self._close_sinks()
         if self._run is not None:
             self._run.unlock()
             self._run = None

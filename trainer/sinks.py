@@ -59,7 +59,11 @@ class MetricSinks:
         """Bring every sink up to the record, a file with a line of JSON for each step. Never fails."""
         if self._sinks is None:
             self._sinks = self._open_all()
-        lines = self._read_new_lines(record) if self._sinks else []
+        try:
+            lines = self._read_new_lines(record) if self._sinks else []
+        except (OSError, ValueError) as error:
+            _LOGGER.warning("%s cannot be read, metrics sinks are behind: %r", record, error)
+            return
         for name, sink in self._sinks.items():
             for line in lines:
                 metrics = dict(line)
