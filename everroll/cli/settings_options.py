@@ -135,6 +135,7 @@ def _describe_faults(error: ValidationError) -> str:
     for item in error.errors(include_url=False):
         names = [part for part in item["loc"] if isinstance(part, str)]
         option = "--" + "-".join(names).replace("_", "-") if names else "settings"
-        given = "" if item["type"] == "missing" else f" (given: {item['input']!r})"
+        # What concerns all settings together would print them all, a journal's password among them.
+        given = "" if item["type"] == "missing" or not names else f" (given: {item['input']!r})"
         lines.append(f"{option}: {item['msg']}{given}")
     return "\n".join(lines)

@@ -10,6 +10,8 @@ from pathlib import Path
 import openai
 import pytest
 
+from everroll.cli.errors import CommandError
+from everroll.cli.settings_options import read_settings
 from everroll.failures import ConfigurationError
 from everroll.http_client import build_http_client
 from everroll.sessions.client import CollectedSamples, SessionClient, SessionHandle
@@ -110,6 +112,15 @@ def test_no_public_address_without_a_key(host: str, monkeypatch: pytest.MonkeyPa
         check_bind(host, load_admin_key())
     monkeypatch.setenv("EVERROLL_ADMIN_KEY", "a secret")
     check_bind(host, load_admin_key())
+
+
+def test_settings_that_are_refused_do_not_show_a_password() -> None:
+    options = ["--model-path", "m", "--engine-urls", "http://e", "--journal", "postgresql://u:hunter2@h/d"]
+    with pytest.raises(CommandError, match="one of journal and journal_path") as caught:
+        read_settings(SessionServerSettings, "everroll session-server", "", [*options, "--journal-path", "j"], {})
+    assert "hunter2" not in str(caught.value)
+    settings = read_settings(SessionServerSettings, "everroll session-server", "", options, {})
+    assert "hunter2" not in repr(settings)
 
 
 def test_a_taken_port_is_named(tmp_path: Path) -> None:
