@@ -330,7 +330,8 @@ async def test_a_group_that_starts_while_the_run_is_paused_is_on_hold(
         )
         await handle.signal(names.SIGNAL_HOLD, HoldRequest(number=2, held=False))  # overtaken by what it knows already
         await wait_for_hold(handle)
-        assert simulation.episodes == []
+        kinds = [event.event_type async for event in handle.fetch_history_events()]
+        assert EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED not in kinds
         await handle.signal(names.SIGNAL_HOLD, HoldRequest(number=4, held=False))
         await asyncio.wait_for(handle.result(), 30)
     assert len(simulation.episodes) == 2
