@@ -373,6 +373,10 @@ async def test_a_deadline_holds_for_agents_that_block_a_thread(world: World) -> 
     [
         ({"model": {"path": "/another/model"}}, "it serves the model .*, the run trains /another/model"),
         ({"model": {"history": "rerender"}}, "its history policy is extend, the run's model.history is rerender"),
+        (
+            {"model": {"history_match": "strict"}},
+            "it matches histories by json, the run's model.history_match is strict",
+        ),
         ({"services": {"engine_urls": ["http://127.0.0.1:9"]}}, "it does not use http://127.0.0.1:9 but http"),
         ({"services": {"store_url": "/proc/nowhere"}}, "store /proc/nowhere"),
         ({"data": {"path": "/no/prompts.jsonl"}}, "data set /no/prompts.jsonl cannot be read"),
