@@ -183,6 +183,7 @@ def _plan_session_server(
         stage=1,
         cwd=options.directory,
         address=addresses.session_url,
+        ready_timeout_seconds=_WORKER_READY_SECONDS,  # a checkpoint's own template is rendered by transformers
     )
 
 
