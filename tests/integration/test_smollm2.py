@@ -59,14 +59,14 @@ def home(tmp_path: Path) -> Iterator[Path]:
         pytest.skip(str(error))
     prepare(tmp_path, num_prompts=8)
     try:
-        _everroll(tmp_path, "up", str(RUN_FILE), *_overrides(tmp_path), "--detach", timeout=500)
+        _everroll(tmp_path, "up", str(RUN_FILE), *_overrides(tmp_path), "--detach", timeout=900)
         yield tmp_path
     finally:
         _everroll(tmp_path, "down", timeout=120)
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1500)
+@pytest.mark.timeout(2000)
 def test_one_step_end_to_end(home: Path) -> None:
     _everroll(home, "run", str(RUN_FILE), *_overrides(home), timeout=900)
     run = home / ".everroll/runs/smollm2"
