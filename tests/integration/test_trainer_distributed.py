@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from safetensors.torch import load_file
 from everroll.contracts.spec import TrainSection
 from tests.trainer_helpers import build_prepare_request, build_request, read_weights, save_model
 from tests.trainer_ranks_driver import Command
+from trainer.__main__ import main
 from trainer.service import Trainer
 
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -194,20 +194,18 @@ def read_until(stream: IO[str], pattern: str) -> str:
     raise AssertionError(f"no line matches {pattern}")
 
 
-def test_stored_batches_train_elsewhere_without_temporal(tmp_path: Path) -> None:
-    """All steps of a run directory in one command, in one process that never imports Temporal; then looked up."""
-    train = build_train("ddp")
-    train_alone(tmp_path, 1, 3, train)
-    requests = tmp_path / "run" / "requests"
-    copy = tmp_path / "copy" / "run"
+def test_stored_batches_train_elsewhere_without_temporal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A directory of requests in one command, in a process that never imports Temporal; then they are looked up."""
+    train_alone(tmp_path, 1, 3, build_train("ddp"))
+    command = [str(tmp_path / "run" / "requests"), "--threads", "1", "--run-dir", str(tmp_path / "copy" / "run")]
     script = (
-        "import sys; from trainer.__main__ import main; "
-        f"code = main([{str(requests)!r}, '--threads', '1', '--run-dir', {str(copy)!r}]); "
+        f"import sys; from trainer.__main__ import main; code = main({command!r}); "
         "sys.exit(code or 3 * any(name.split('.')[0] == 'temporalio' for name in sys.modules))"
     )
-    for applied in (True, False):
-        done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
-        results = [json.loads(line) for line in done.stdout.splitlines()]
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100, check=True)
+    capsys.readouterr()
+    assert main(command) == 0
+    for text, applied in ((done.stdout, True), (capsys.readouterr().out, False)):
+        results = [json.loads(line) for line in text.splitlines()]
         assert [(result["step"], result["applied"]) for result in results] == [(n, applied) for n in (1, 2, 3)]
     assert read_weights(tmp_path / "copy", 3) == read_weights(tmp_path, 3)
-    shutil.rmtree(copy)

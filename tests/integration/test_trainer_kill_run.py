@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -34,23 +35,27 @@ NUM_STEPS = 12
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-class Trainer:
-    """A trainer worker as a person starts it; with several processes under torchrun."""
+def build_environment(server: TemporalServer, task_queue: str) -> dict[str, str]:
+    return {
+        **os.environ,
+        "EVERROLL_TEMPORAL_ADDRESS": server.address,
+        "EVERROLL_TASK_QUEUE": task_queue,
+        "EVERROLL_TORCH_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
+    }
 
-    def __init__(self, server: TemporalServer, task_queue: str, log: Path, processes: int) -> None:
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(processes), "-m")
+
+class Trainer:
+    """Trainer workers as a person starts them, under torchrun."""
+
+    def __init__(self, server: TemporalServer, task_queue: str, log: Path) -> None:
+        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         self.log = log
         self.process = subprocess.Popen(
-            [sys.executable, "-m", *(torchrun if processes > 1 else ()), "worker", "trainer"],
+            [sys.executable, "-m", *torchrun, "-m", "worker", "trainer"],
             stdout=subprocess.DEVNULL,
             stderr=log.open("wb"),
-            env={
-                **os.environ,
-                "EVERROLL_TEMPORAL_ADDRESS": server.address,
-                "EVERROLL_TASK_QUEUE": task_queue,
-                "EVERROLL_TORCH_THREADS": "1",
-                "OMP_NUM_THREADS": "1",
-            },
+            env=build_environment(server, task_queue),
         )
 
     async def wait_for(self, pattern: str) -> str:
@@ -64,6 +69,42 @@ class Trainer:
     async def stop(self) -> None:
         self.process.terminate()
         assert await asyncio.to_thread(self.process.wait, 60) == 0
+
+
+class ForkedTrainers:
+    """One trainer worker after the other, for one task queue."""
+
+    def __init__(self, server: TemporalServer, task_queue: str, root: Path) -> None:
+        self._root = root
+        self._num_started = 0
+        self._driver = subprocess.Popen(
+            [sys.executable, "-m", "tests.worker_fork"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=build_environment(server, task_queue),
+        )
+
+    async def start(self) -> int:
+        """The process id of one that polls."""
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._num_started += 1
+        log = self._root / f"trainer-{self._num_started}.log"
+        self._driver.stdin.write(f"{log}\n")
+        self._driver.stdin.flush()
+        pid = int(await asyncio.to_thread(self._driver.stdout.readline))
+        async with asyncio.timeout(120):
+            while not log.exists() or "worker ready" not in log.read_text():  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        return pid
+
+    def close(self) -> None:
+        assert self._driver.stdin is not None
+        assert self._driver.stdout is not None
+        self._driver.stdin.close()
+        assert self._driver.wait(timeout=30) == 0
+        self._driver.stdout.close()
 
 
 class Run:
@@ -109,9 +150,9 @@ class Run:
         )
         await self.client.start(spec)
 
-    def start_trainer(self, processes: int = 1) -> Trainer:
+    def start_pair(self) -> Trainer:
         self.num_trainers += 1
-        return Trainer(self.server, self.task_queue, self.root / f"trainer-{self.num_trainers}.log", processes)
+        return Trainer(self.server, self.task_queue, self.root / f"trainer-{self.num_trainers}.log")
 
     def count_steps(self) -> int:
         return len(list((self.root / "runs" / self.name / "steps").glob("step_*.json")))
@@ -121,12 +162,10 @@ class Run:
             while self.count_steps() < step:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
 
-    async def finish(self, processes: int = 1) -> bytes:
-        """Train to the end; returns the last weights."""
-        trainer = self.start_trainer(processes)
+    async def finish(self) -> bytes:
+        """Wait for the end; returns the last weights."""
         async with asyncio.timeout(300):
             result = await self.client.result(self.name)
-        await trainer.stop()
         assert result.steps == NUM_STEPS
         directory = self.root / "runs" / self.name
         steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
@@ -157,22 +196,28 @@ async def test_a_trainer_killed_at_ten_random_moments(
 ) -> None:
     monkeypatch.setattr(policies, "TRAIN_HEARTBEAT", timedelta(seconds=3))
     clean, killed = build_runs(client, temporal_server, run_name, task_queue, tmp_path)
+    trainers = ForkedTrainers(temporal_server, clean.task_queue, clean.root)
     async with clean.simulation.workers(client.temporal, clean.task_queue):
         await clean.start()
+        last = await trainers.start()
         wanted = await clean.finish()
+    os.kill(last, signal.SIGKILL)
+    trainers.close()
     moments = random.Random(5)
+    trainers = ForkedTrainers(temporal_server, killed.task_queue, killed.root)
     async with killed.simulation.workers(client.temporal, killed.task_queue):
         await killed.start()
         for _ in range(10):
-            trainer = killed.start_trainer()
-            await trainer.wait_for("worker ready")
+            trainer = await trainers.start()
             # Within the load of a checkpoint and what is trained again, or within one of the next steps.
             await killed.wait_for_step(killed.count_steps() + moments.choice([0, 1, 1]))
             await asyncio.sleep(moments.uniform(0.0, 0.3))
             assert (await client.status(killed.name)).state == "running"
-            trainer.process.kill()
-            await asyncio.to_thread(trainer.process.wait, 30)
+            os.kill(trainer, signal.SIGKILL)
+        last = await trainers.start()
         assert await killed.finish() == wanted
+    os.kill(last, signal.SIGKILL)
+    trainers.close()
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
@@ -188,12 +233,16 @@ async def test_a_killed_rank_ends_its_trainer_and_the_retry_recovers(
     clean, killed = build_runs(client, temporal_server, run_name, task_queue, tmp_path)
     async with clean.simulation.workers(client.temporal, clean.task_queue):
         await clean.start(parallel)
-        wanted = await clean.finish(processes=2)
+        trainer = clean.start_pair()
+        wanted = await clean.finish()
+        await trainer.stop()
     async with killed.simulation.workers(client.temporal, killed.task_queue):
         await killed.start(parallel)
-        trainer = killed.start_trainer(processes=2)
+        trainer = killed.start_pair()
         follower = int(await trainer.wait_for(r"rank 1 of 2 follows \(process (\d+)\)"))
         await killed.wait_for_step(2)
-        os.kill(follower, 9)
+        os.kill(follower, signal.SIGKILL)
         assert await asyncio.to_thread(trainer.process.wait, 60) != 0
-        assert await killed.finish(processes=2) == wanted
+        trainer = killed.start_pair()
+        assert await killed.finish() == wanted
+        await trainer.stop()
