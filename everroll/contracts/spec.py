@@ -292,6 +292,8 @@ class TrainSection(Spec):
             raise ValueError('dual_clip does not go with loss = "cispo", whose ratio is bounded for every advantage')
         if self.kl_reference is not None and self.lora.rank > 0:
             raise ValueError("kl_reference does not go with lora.rank > 0: the reference is the model without adapters")
+        if self.parallel == "fsdp" and self.lora.rank > 0 and self.kl_coef > 0:
+            raise ValueError('kl_coef with lora.rank > 0 needs parallel = "ddp": sharded adapters cannot be put aside')
         return self
 
 

@@ -51,12 +51,13 @@ class Trainer:
     def __init__(self, server: TemporalServer, task_queue: str, log: Path) -> None:
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
         self.log = log
-        self.process = subprocess.Popen(
-            [sys.executable, "-m", *torchrun, "-m", "worker", "trainer"],
-            stdout=subprocess.DEVNULL,
-            stderr=log.open("wb"),
-            env=build_environment(server, task_queue),
-        )
+        with log.open("wb") as output:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", *torchrun, "-m", "worker", "trainer"],
+                stdout=subprocess.DEVNULL,
+                stderr=output,
+                env=build_environment(server, task_queue),
+            )
 
     async def wait_for(self, pattern: str) -> str:
         """The first match of a pattern in the log; its group if it has one."""
@@ -67,8 +68,10 @@ class Trainer:
         return match[match.re.groups]
 
     async def stop(self) -> None:
+        """By SIGTERM, after which torchrun waits for its processes and ends with an error of its own."""
         self.process.terminate()
-        assert await asyncio.to_thread(self.process.wait, 60) == 0
+        await asyncio.to_thread(self.process.wait, 60)
+        assert "worker stopping" in self.log.read_text()
 
 
 class ForkedTrainers:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
 
+from everroll.contracts.spec import LoraSpec, TrainSection
 from tests.trainer_helpers import build_sample
 from trainer.distributed.sharing import plan_passes, share_rows
 from trainer.microbatches import Row, split_rows
@@ -49,3 +51,9 @@ def test_sharded_processes_make_equally_many_passes(size: int) -> None:
 
 def test_no_samples_are_no_passes() -> None:
     assert plan_passes([], split, 0, 2, equally_many=True) == []
+
+
+def test_sharded_adapters_do_not_go_with_a_divergence() -> None:
+    with pytest.raises(ValidationError, match='needs parallel = "ddp"'):
+        TrainSection(parallel="fsdp", kl_coef=0.1, lora=LoraSpec(rank=4))
+    assert TrainSection(parallel="fsdp", lora=LoraSpec(rank=4)).parallel == "fsdp"
