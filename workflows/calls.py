@@ -60,7 +60,7 @@ class RunCalls:
             task_queue=names.train_queue(self._spec.services.task_queue),
             start_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_TRAINER_SCHEDULE_TO_CLOSE,
-            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            heartbeat_timeout=timedelta(seconds=self._spec.train.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
             summary="load the model",
         )
@@ -88,7 +88,7 @@ class RunCalls:
             task_queue=names.train_queue(self._spec.services.task_queue),
             start_to_close_timeout=deadline,
             schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
-            heartbeat_timeout=policies.TRAIN_HEARTBEAT,
+            heartbeat_timeout=timedelta(seconds=self._spec.train.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
             summary=f"step {step}: {len(batch)} groups",
         )

@@ -281,6 +281,9 @@ class TrainSection(Spec):
     computes a share of the samples. `fsdp`: each holds a part of every parameter. One process needs neither."""
     step_timeout_seconds: Seconds = 3600.0
     """Deadline of one training step."""
+    heartbeat_timeout_seconds: Seconds = 30.0
+    """A trainer that is silent for so long is taken for dead, and its step is tried again. Writing very large weights
+    can keep it silent for a while."""
 
     @model_validator(mode="after")
     def _check_losses(self) -> TrainSection:

@@ -14,7 +14,6 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +28,6 @@ from everroll.tokens.samples import SampleSet, encode_samples
 from tests.conftest import TemporalServer
 from tests.simulation import Simulation, build_spec
 from tests.trainer_helpers import build_sample, save_model
-from workflows import policies
 
 NUM_STEPS = 12
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
@@ -142,6 +140,7 @@ class Run:
             rollout={"episodes_per_group": 3},
             train={
                 "device": "cpu",
+                "heartbeat_timeout_seconds": 3.0,
                 "learning_rate": 1e-2,
                 "checkpoint_every": 4,
                 "num_minibatches": 2,
@@ -195,9 +194,7 @@ async def test_a_trainer_killed_at_ten_random_moments(
     task_queue: str,
     run_name: str,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(policies, "TRAIN_HEARTBEAT", timedelta(seconds=3))
     clean, killed = build_runs(client, temporal_server, run_name, task_queue, tmp_path)
     trainers = ForkedTrainers(temporal_server, clean.task_queue, clean.root)
     async with clean.simulation.workers(client.temporal, clean.task_queue):
