@@ -10,6 +10,8 @@ from temporalio import activity
 
 _FRACTION = 3.0
 _DEFAULT_INTERVAL_SECONDS = 5.0
+_FIRST_SECONDS = 1.0
+"""What is over sooner costs the server no heartbeat."""
 
 
 class Progress:
@@ -39,6 +41,7 @@ async def heartbeating(stage: str) -> AsyncIterator[Progress]:
 
 
 async def _beat(progress: Progress, interval_seconds: float) -> None:
+    await asyncio.sleep(min(_FIRST_SECONDS, interval_seconds))
     while True:
         activity.heartbeat(progress.stage)
         await asyncio.sleep(interval_seconds)

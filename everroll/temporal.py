@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -23,6 +22,7 @@ from temporalio.worker import WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from everroll.contracts.outcomes import ErrorType
+from everroll.workflow_runner import ContextFreeSandbox
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 _PASSED_THROUGH = ("everroll.contracts", "pydantic", "pydantic_core", "annotated_types", "typing_extensions")
@@ -73,4 +73,4 @@ def _configure_runner(runner: WorkflowRunner | None) -> WorkflowRunner:
     if not isinstance(runner, SandboxedWorkflowRunner):
         raise TypeError(f"Everroll's workflows run in the sandbox, not in {runner!r}")
     restrictions: SandboxRestrictions = runner.restrictions.with_passthrough_modules(*_PASSED_THROUGH)
-    return dataclasses.replace(runner, restrictions=restrictions)
+    return ContextFreeSandbox(restrictions=restrictions)
