@@ -24,8 +24,9 @@ from temporalio.exceptions import ApplicationError, FailureError, WorkflowAlread
 from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.contracts import names
-from everroll.contracts.health import SteerRequest, Survey
+from everroll.contracts.health import Survey
 from everroll.contracts.spec import RunSpec
+from everroll.contracts.steering import SteerRequest
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
 from everroll.survey import find_groups, survey_run
 from everroll.temporal import build_plugin

@@ -27,9 +27,10 @@ from temporalio.workflow import ChildWorkflowCancellationType, ChildWorkflowHand
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
-    from everroll.contracts.health import EpisodesReport, Pause, SteerRequest, Survey
+    from everroll.contracts.health import EpisodesReport, Pause, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
     from everroll.contracts.rollout import AwaitGroupRequest, GroupRequest, GroupResult
+    from everroll.contracts.steering import SteerRequest
     from everroll.contracts.training import (
         Phase,
         RunState,

@@ -71,12 +71,6 @@ class HoldRequest(Payload):
     held: bool
 
 
-class SteerRequest(Payload):
-    """Input of the updates `pause` and `resume`."""
-
-    reason: str = ""
-
-
 class AwaitServerRequest(Payload):
     """Input of `await_server`: return when this server answers again."""
 

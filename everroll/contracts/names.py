@@ -16,6 +16,8 @@ ROLLOUT_GROUP = "RolloutGroup"
 # Activities on the queue `everroll` (light)
 PREPARE_RUN = "prepare_run"
 STORE_GROUP = "store_group"
+RECORD_RUN = "record_run"
+RESTORE_RUN = "restore_run"
 RELEASE_SESSIONS = "release_sessions"
 AWAIT_GROUP = "await_group"
 PUBLISH_WEIGHTS = "publish_weights"
@@ -37,6 +39,9 @@ SIGNAL_STOP = "stop"
 SIGNAL_REPORT = "report_episodes"
 UPDATE_PAUSE = "pause"
 UPDATE_RESUME = "resume"
+UPDATE_STOP = "stop"
+UPDATE_SET = "set"
+UPDATE_SKIP = "skip"
 
 # Signal of RolloutGroup
 SIGNAL_HOLD = "hold"
@@ -51,6 +56,9 @@ SEARCH_REWARD = "EverrollReward"
 ENGINE_TROUBLE_HEADER = "x-everroll-engine-trouble"
 
 DEFAULT_TASK_QUEUE = "everroll"
+
+ATTEMPTS_PER_RESUME = 1000
+"""Groups that a resumed run plays again count their attempts from here on, so that they get sessions of their own."""
 
 
 def rollout_queue(task_queue: str) -> str:

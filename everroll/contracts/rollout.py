@@ -168,16 +168,24 @@ class GroupRequest(Payload):
     """Set when the group continues as new."""
     prompt_index: int | None = None
     """The prompt that a curriculum chose; None: that of the deterministic order."""
+    run_dir: str | None = None
+    """Where the group records how it was settled, before it reports; None: nowhere."""
+    first_attempt: int = 0
+    """Where its members' attempts begin: beyond those of the group that an earlier execution of the run started."""
 
 
 class StoreGroupRequest(Payload):
-    """Input of `store_group`: write the group's manifest."""
+    """Input of `store_group`: write the group's manifest, and the record that it is settled."""
 
     run: str
     group: int
     store_url: str
     outcomes: list[EpisodeOutcome]
     """One per member, ordered by member."""
+    run_dir: str | None = None
+    """Where to record the group as settled; None: nowhere."""
+    result: GroupResult | None = None
+    """What to record of it, the manifest left out."""
 
 
 class GroupManifest(Payload):

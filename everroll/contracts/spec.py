@@ -153,8 +153,10 @@ class RolloutSection(Spec):
     """Samples are truncated to this many tokens; without it, nothing is truncated."""
     on_unusable: Literal["drop", "refill"] = "refill"
     """A group with an aborted or failed member: `drop` drops the whole group, `refill` samples that member again."""
-    max_refills: Annotated[int, Field(ge=0)] = 3
+    max_refills: Annotated[int, Field(ge=0, lt=1000)] = 3
     """Most new attempts per member under `refill`; after that the group is dropped."""
+    max_groups_in_flight: PositiveInt | None = None
+    """Most groups that play at once; without it, as many as `max_staleness` allows."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal: they carry no gradient."""
     abort_budget: AbortBudgetSpec = Field(default_factory=AbortBudgetSpec)

@@ -11,6 +11,7 @@ from everroll.contracts.health import BudgetState, Pause, Survey
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
 from everroll.contracts.spec import EngineKind, ModelSection, RunSpec, TrainSection
+from everroll.contracts.steering import JsonValue, SteeringRecord, Text
 
 MAX_RECENT_STEPS = 50
 
@@ -39,6 +40,15 @@ class Weights(Payload):
     path: str
 
 
+class LedgerMark(Payload):
+    """Where the run's ledger stood when a batch was taken: with all marks up to a step, the cursor as of that step."""
+
+    next_group: int
+    """Index of the next group to start."""
+    dropped: list[int] = Field(default_factory=list)
+    """Groups settled as dropped since the previous step's mark."""
+
+
 class TrainRequest(Payload):
     """Input of `train_step`: turn version `step - 1` into version `step`."""
 
@@ -52,6 +62,8 @@ class TrainRequest(Payload):
     """Ordered by group index."""
     model: ModelSection
     train: TrainSection
+    mark: LedgerMark | None = None
+    """Kept with the step's record."""
 
 
 class TrainResult(Payload):
@@ -79,14 +91,60 @@ class PublishResult(Payload):
     """Only engines that had to be updated."""
 
 
+class ResumeRequest(Payload):
+    """How a run that has ended goes on."""
+
+    from_file: bool = False
+    """The request's spec is what the user wants from now on; otherwise the run directory's holds."""
+    changes: dict[str, JsonValue] = Field(default_factory=dict)
+    """Settings to change, as in the update `set`."""
+    by: Text = ""
+    reason: Text = ""
+
+
+class ForkOrigin(Payload):
+    """Where a forked run comes from."""
+
+    run: str
+    run_dir: str
+    step: int
+    """The fork's weights are those of this step."""
+
+
 class PrepareRunRequest(Payload):
-    """Input of `prepare_run`: preflight, and the data set's fingerprint."""
+    """Input of `prepare_run`: preflight, the data set's fingerprint, and the claim to the run directory."""
 
     spec: RunSpec
+    execution_id: str = ""
+    """Temporal's id of the execution that began it; the run directory belongs to that one."""
+    resume: ResumeRequest | None = None
+    fork: ForkOrigin | None = None
 
 
 class PrepareRunResult(Payload):
     dataset: DatasetRef
+
+
+class RestoreRunRequest(Payload):
+    """Input of `restore_run`: make a run's state from what lies in its directory."""
+
+    run: str
+    run_dir: str
+    version: int
+    """The trainer's newest applied step."""
+    end_groups: bool = False
+    """Groups of an earlier execution that still play are ended; otherwise the run takes them over."""
+
+
+class RecordRunRequest(Payload):
+    """Input of `record_run`: write into the run directory what must outlive Temporal's history."""
+
+    run_dir: str
+    settled: list[GroupResult] = Field(default_factory=list)
+    """Groups that were dropped."""
+    steerings: list[SteeringRecord] = Field(default_factory=list)
+    spec: RunSpec | None = None
+    """What holds from now on, if that changed."""
 
 
 class Phase(StrEnum):
@@ -149,6 +207,20 @@ class RunState(Payload):
     weights: Weights | None = None
     next_group: int = 0
     """Cursor: index of the next group to start. Group n plays prompt n of the deterministic order."""
+    replay: list[int] = Field(default_factory=list)
+    """After a resume: groups that were dispensed before and never settled, in order; they start before any new one."""
+    num_resumes: int = 0
+    """Times resumed or forked."""
+    unmarked_dropped: list[int] = Field(default_factory=list)
+    """Groups dropped since the last batch was taken."""
+    unrecorded: list[GroupResult] = Field(default_factory=list)
+    """Groups that the run itself dropped, not yet written to the run directory."""
+    skipping: dict[int, Cause] = Field(default_factory=dict)
+    """Groups in flight that are to be dropped, whatever they still bring."""
+    steerings: list[SteeringRecord] = Field(default_factory=list)
+    """What was asked of the run, oldest first, at most `MAX_STEERINGS`."""
+    num_steerings: int = 0
+    unrecorded_steerings: list[SteeringRecord] = Field(default_factory=list)
     planned: dict[int, int] = Field(default_factory=dict)
     """With a curriculum: the prompt chosen for each group that is not settled."""
     planned_until: int = 0
@@ -189,6 +261,17 @@ class TrainingRunRequest(Payload):
 
     spec: RunSpec
     state: RunState | None = None
+    resume: ResumeRequest | None = None
+    """Go on with a run that has ended, from its run directory."""
+    fork: ForkOrigin | None = None
+    """Begin from a step of another run."""
+
+
+class RestoreRunResult(Payload):
+    """What a resumed or forked run starts from."""
+
+    spec: RunSpec
+    state: RunState
 
 
 class TrainingRunResult(Payload):
@@ -230,3 +313,6 @@ class RunStatus(Payload):
     pause: Pause | None = None
     survey: Survey | None = None
     """What the run waits for; taken when nothing was settled for a while."""
+    num_resumes: int = 0
+    steerings: list[SteeringRecord] = Field(default_factory=list)
+    """What was asked of the run, oldest first; the latest of them."""
