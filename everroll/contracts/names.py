@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 
+EVALUATION_NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_]{0,31}$"
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
 # Workflows
 TRAINING_RUN = "TrainingRun"
 ROLLOUT_GROUP = "RolloutGroup"
+EVALUATION = "Evaluation"
 
 # Activities on the queue `everroll` (light)
 PREPARE_RUN = "prepare_run"
@@ -19,15 +21,19 @@ STORE_GROUP = "store_group"
 RECORD_RUN = "record_run"
 RESTORE_RUN = "restore_run"
 RELEASE_SESSIONS = "release_sessions"
-AWAIT_GROUP = "await_group"
+AWAIT_GROUPS = "await_groups"
 PUBLISH_WEIGHTS = "publish_weights"
 AWAIT_SERVER = "await_server"
 SURVEY_GROUPS = "survey_groups"
+STORE_EPISODES = "store_episodes"
+FINISH_EVALUATION = "finish_evaluation"
+AWAIT_EVALUATION = "await_evaluation"
 
 # Activities on the queue `everroll-rollout`
 RUN_EPISODE = "run_episode"
 COLLECT_SAMPLES = "collect_samples"
 PLAN_BLOCK = "plan_block"
+OPEN_EVALUATION = "open_evaluation"
 
 # Activities on the queue `everroll-train`
 PREPARE_TRAINER = "prepare_trainer"
@@ -43,8 +49,9 @@ UPDATE_STOP = "stop"
 UPDATE_SET = "set"
 UPDATE_SKIP = "skip"
 
-# Signal of RolloutGroup
+# Signals of RolloutGroup
 SIGNAL_HOLD = "hold"
+SIGNAL_END = "end_early"
 
 # Search attributes, registered by `everroll up`
 SEARCH_RUN = "EverrollRun"
@@ -56,6 +63,8 @@ SEARCH_REWARD = "EverrollReward"
 ENGINE_TROUBLE_HEADER = "x-everroll-engine-trouble"
 
 DEFAULT_TASK_QUEUE = "everroll"
+DEFAULT_EVALUATION = "eval"
+"""Name of a run's set of prompts for evaluation when there is one only."""
 
 ATTEMPTS_PER_RESUME = 1000
 """Groups that a resumed run plays again count their attempts from here on, so that they get sessions of their own."""
@@ -77,6 +86,15 @@ def run_workflow_id(run: str) -> str:
 
 def group_workflow_id(run: str, group: int) -> str:
     return f"everroll/{run}/group/{group}"
+
+
+def evaluation_label(name: str, version: int) -> str:
+    """Of one evaluation of a run: which set, and which weights. Never a number, as the last part of a session id is."""
+    return f"{name}.v{version}"
+
+
+def evaluation_workflow_id(run: str, name: str, version: int) -> str:
+    return f"everroll/{run}/eval/{version}" + ("" if name == DEFAULT_EVALUATION else f"/{name}")
 
 
 def session_id(run: str, group: int, member: int, attempt: int) -> str:

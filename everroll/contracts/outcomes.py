@@ -56,6 +56,10 @@ class CauseKind(StrEnum):
     """All rewards of a group were equal and the filter is on."""
     STALE = "stale"
     """The group's oldest weight version was further back than `max_staleness` allows."""
+    STRAGGLER = "straggler"
+    """The group was still playing when its step waited for it no longer."""
+    SURPLUS = "surplus"
+    """The run completed without the group: it had been started in excess."""
 
 
 class Cause(Payload):

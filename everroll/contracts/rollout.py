@@ -39,13 +39,17 @@ class EpisodeKey(Payload):
     member: int
     attempt: int = 0
     """Counts refills; retries of an activity keep it."""
+    evaluation: str | None = None
+    """Label of the evaluation it belongs to, whose groups are numbered by prompt; None: it is played for training."""
 
     @property
     def session_id(self) -> str:
-        return session_id(self.run, self.group, self.member, self.attempt)
+        own = session_id(self.run, self.group, self.member, self.attempt)
+        return own if self.evaluation is None else f"{own}-{self.evaluation}"
 
     def __str__(self) -> str:
-        return f"run {self.run} group {self.group} member {self.member} attempt {self.attempt}"
+        where = f"run {self.run} group {self.group} member {self.member} attempt {self.attempt}"
+        return where if self.evaluation is None else f"{where} of evaluation {self.evaluation}"
 
 
 class EpisodeRequest(Payload):
@@ -243,8 +247,20 @@ class ReleaseResult(Payload):
     last_error: str = ""
 
 
-class AwaitGroupRequest(Payload):
-    """Input of `await_group`: wait for a group that an earlier generation of the run started."""
+class AwaitGroupsRequest(Payload):
+    """Input of `await_groups`: wait for groups that an earlier generation of the run started."""
 
-    workflow_id: str
-    group: int
+    run: str
+    groups: list[int]
+
+
+class AwaitGroupsResult(Payload):
+    """Those that have ended, at least one of them; the others are to be awaited again."""
+
+    results: list[GroupResult]
+
+
+class EndGroupRequest(Payload):
+    """Signal of a run to a group that it no longer waits for: end the episodes, and settle as dropped for this cause."""
+
+    cause: Cause

@@ -10,7 +10,12 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, model_validator
 
 from everroll.contracts.base import Spec
-from everroll.contracts.names import DEFAULT_TASK_QUEUE, RUN_NAME_PATTERN
+from everroll.contracts.names import (
+    DEFAULT_EVALUATION,
+    DEFAULT_TASK_QUEUE,
+    EVALUATION_NAME_PATTERN,
+    RUN_NAME_PATTERN,
+)
 
 Seconds = Annotated[float, Field(gt=0, le=30 * 24 * 3600)]
 PositiveInt = Annotated[int, Field(ge=1)]
@@ -138,6 +143,20 @@ class AbortBudgetSpec(Spec):
     """A pause that nobody ends fails the run after so long."""
 
 
+class StragglersSpec(Spec):
+    """[rollout.stragglers]: whether a step goes on without its slowest groups (docs/overlap.md)."""
+
+    policy: Literal["wait", "drop"] = "wait"
+    """What becomes of the groups of a step that still play when its batch is complete. `wait`: they play on, for a later
+    step; with `max_staleness = 0` they will be stale then. `drop`: their episodes are ended at once, and the groups
+    dropped as `straggler`."""
+    after_share: Annotated[float, Field(gt=0, le=1)] = 1.0
+    """With `drop`: the share of the batch that must be ready for the others to count as stragglers. Below 1, those that
+    are ended are replaced by new groups: a way out of hung environments, not a shorter step."""
+    grace_seconds: Annotated[float, Field(ge=0)] = 30.0
+    """With `after_share` below 1: how long the others are waited for from then on."""
+
+
 class RolloutSection(Spec):
     """[rollout]: how episodes are played and collected."""
 
@@ -149,6 +168,13 @@ class RolloutSection(Spec):
     """Episodes of the same prompt in one group."""
     max_staleness: Annotated[int, Field(ge=0)] = 0
     """0: synchronous. S > 0: groups may be up to S weight versions old, and rollouts overlap with training."""
+    on_stale: Literal["drop", "refill"] = "drop"
+    """A group older than that when its turn comes: `drop` settles it, `refill` samples the same prompt again, up to
+    three times."""
+    oversample_groups: Annotated[int, Field(ge=0)] = 0
+    """Groups started in excess of a batch while it is gathered; the first complete ones make the batch, ordered by
+    group. Shortens steps, and favours prompts whose episodes are short (docs/overlap.md)."""
+    stragglers: StragglersSpec = Field(default_factory=StragglersSpec)
     max_seq_len: Annotated[int, Field(ge=2)] | None = None
     """Samples are truncated to this many tokens; without it, nothing is truncated."""
     on_unusable: Literal["drop", "refill"] = "refill"
@@ -172,6 +198,51 @@ class RolloutSection(Spec):
     """Attempts at a call that failed in transport before its sample is aborted; 1 never retries."""
     heartbeat_timeout_seconds: Seconds = 10.0
     """A rollout worker that is silent for so long is taken for dead, and its episodes go on elsewhere."""
+
+
+class EvalSection(Spec):
+    """[eval]: evaluation of the weights on prompts of their own, every n steps and on demand (docs/evaluation.md)."""
+
+    every: Annotated[int, Field(ge=0)] = 0
+    """Evaluate after every so many steps, and after the last one; 0: only on demand (`everroll eval`)."""
+    at_start: bool = True
+    """With `every`: evaluate the weights that the run starts from, too."""
+    path: DataPaths | None = None
+    """The prompts, as in `data.path`; as one set of the name `eval`. They are played in the file's order."""
+    sets: dict[Annotated[str, Field(pattern=EVALUATION_NAME_PATTERN)], DataPaths] = Field(default_factory=dict)
+    """Several sets by name, in place of `path`; each is evaluated by itself."""
+    episodes_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
+    """Episodes of each prompt; pass@k is told for k = 1, 2, 4, ... up to this."""
+    max_prompts: PositiveInt | None = None
+    """Only the first so many prompts of each set."""
+    pass_reward: float = 1.0
+    """An episode passes when its reward is at least this."""
+    agent: AgentSpec | None = None
+    """What plays an episode; without it, `rollout.agent`."""
+    sampling: SamplingSpec | None = None
+    """Sampling values; without them, those of `rollout.sampling`."""
+    concurrency: Annotated[int, Field(ge=1, le=128)] = 16
+    """Episodes of one evaluation under way at once: no more slots of the rollout workers than this are taken."""
+    priority: Annotated[int, Field(ge=1, le=5)] = 5
+    """Place of its episodes in the rollout workers' queue, 1 first; training's have 3."""
+    on_publish: Literal["overlap", "block"] = "overlap"
+    """When new weights are ready while an evaluation runs. `overlap`: they are published, and the result names the
+    versions that its episodes were sampled by. `block`: publishing waits, and the result is of one version."""
+    timeout_seconds: Seconds = 3600.0
+    """Deadline of one evaluation, time on hold not counted; what has been played by then is its result."""
+
+    @model_validator(mode="after")
+    def _check_paths(self) -> EvalSection:
+        if self.path is not None and self.sets:
+            raise ValueError("give `path` or `sets`, not both")
+        if self.every and not self.named_paths:
+            raise ValueError("`every` needs `path` or `sets`")
+        return self
+
+    @property
+    def named_paths(self) -> dict[str, DataPaths]:
+        """The prompts of each set."""
+        return {DEFAULT_EVALUATION: self.path} if self.path is not None else self.sets
 
 
 class LoraSpec(Spec):
@@ -331,6 +402,7 @@ class RunSpec(Spec):
     data: DataSection
     rollout: RolloutSection
     train: TrainSection = Field(default_factory=TrainSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
     services: ServicesSection = Field(default_factory=ServicesSection)
 
     @model_validator(mode="after")

@@ -7,6 +7,7 @@ from enum import StrEnum
 from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
+from everroll.contracts.evaluation import EvaluationRecord, EvaluationStart
 from everroll.contracts.health import BudgetState, Pause, Survey
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, GroupResult
@@ -154,6 +155,8 @@ class Phase(StrEnum):
     ROLLOUT = "rollout"
     TRAINING = "training"
     PUBLISHING = "publishing"
+    EVALUATING = "evaluating"
+    """All steps are done, and the last evaluation runs to its end."""
     PAUSED = "paused"
     COMPLETED = "completed"
     STOPPED = "stopped"
@@ -208,7 +211,8 @@ class RunState(Payload):
     next_group: int = 0
     """Cursor: index of the next group to start. Group n plays prompt n of the deterministic order."""
     replay: list[int] = Field(default_factory=list)
-    """After a resume: groups that were dispensed before and never settled, in order; they start before any new one."""
+    """Groups that were dispensed before and are to be played again, in order: after a resume, those that never settled,
+    and those found stale, where that is the policy. They start before any new one."""
     num_resumes: int = 0
     """Times resumed or forked."""
     unmarked_dropped: list[int] = Field(default_factory=list)
@@ -227,6 +231,8 @@ class RunState(Payload):
     """With a curriculum: the first group whose prompt is not chosen yet."""
     in_flight: dict[int, int] = Field(default_factory=dict)
     """Groups started and not settled, with the weight version at their start."""
+    resampled: dict[int, int] = Field(default_factory=dict)
+    """How many times groups that are not settled were sampled again for being stale."""
     ready: list[GroupResult] = Field(default_factory=list)
     """Trainable groups not yet trained, ordered by group index."""
     trained_groups: int = 0
@@ -254,6 +260,12 @@ class RunState(Payload):
     rollout_started_at: float | None = None
     """When the run began to gather the batch that it still lacks, in Unix seconds."""
     watch: WatchState = Field(default_factory=WatchState)
+    evaluated_version: int = -1
+    """Newest version whose evaluations by schedule were started."""
+    evaluations_in_flight: dict[str, EvaluationStart] = Field(default_factory=dict)
+    """By label."""
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    """The latest, oldest first; `<run_dir>/evaluations.jsonl` has them all."""
 
 
 class TrainingRunRequest(Payload):
@@ -285,6 +297,8 @@ class TrainingRunResult(Payload):
     unusable_episodes: dict[str, int]
     stopped: bool = False
     """True if it was asked to stop before its last step."""
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    """The latest, oldest first."""
 
 
 class RunStatus(Payload):
@@ -313,6 +327,9 @@ class RunStatus(Payload):
     pause: Pause | None = None
     survey: Survey | None = None
     """What the run waits for; taken when nothing was settled for a while."""
+    evaluations: list[EvaluationRecord] = Field(default_factory=list)
+    """The latest, oldest first."""
+    evaluations_in_flight: list[EvaluationStart] = Field(default_factory=list)
     num_resumes: int = 0
     steerings: list[SteeringRecord] = Field(default_factory=list)
     """What was asked of the run, oldest first; the latest of them."""
