@@ -33,6 +33,7 @@ with workflow.unsafe.imports_passed_through():
         PrepareTrainerRequest,
         PublishRequest,
         PublishResult,
+        RecordRunRequest,
         TrainRequest,
         TrainResult,
         Weights,
@@ -82,6 +83,11 @@ async def store_group(request: StoreGroupRequest) -> BlobRef:
     return BlobRef(uri=f"{request.run}/groups/{request.group:08d}/{_SHA}.json", sha256=_SHA, num_bytes=5_000)
 
 
+@activity.defn(name=names.RECORD_RUN)
+async def record_run(request: RecordRunRequest) -> None:
+    """Nothing is kept."""
+
+
 @activity.defn(name=names.RELEASE_SESSIONS)
 async def release_sessions(request: ReleaseRequest) -> ReleaseResult:
     return ReleaseResult(released=len(request.session_ids), failed=0)
@@ -103,7 +109,7 @@ async def bare_activity(number: int) -> int:
     return number
 
 
-EVERROLL_LIGHT = [prepare_run, store_group, release_sessions, publish_weights]
+EVERROLL_LIGHT = [prepare_run, store_group, record_run, release_sessions, publish_weights]
 EVERROLL_ROLLOUT = [run_episode, collect_samples]
 EVERROLL_TRAIN = [prepare_trainer, train_step]
 

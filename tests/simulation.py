@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import contextlib
+import os
+import shutil
+import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from temporalio import activity
 from temporalio.client import Client
@@ -35,6 +40,7 @@ from everroll.contracts.training import (
     PrepareTrainerRequest,
     PublishRequest,
     PublishResult,
+    RecordRunRequest,
     TrainRequest,
     TrainResult,
     Weights,
@@ -42,6 +48,10 @@ from everroll.contracts.training import (
 from everroll.http_client import build_http_client
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
+
+_OUTPUT_DIR = Path(tempfile.gettempdir()) / f"everroll-tests-{os.getpid()}"
+"""Where runs of tests that do not look at it have their directories; removed at exit."""
+atexit.register(shutil.rmtree, _OUTPUT_DIR, ignore_errors=True)
 
 DATASET = DatasetRef(path="prompts.jsonl", fingerprint="f", num_prompts=100, seed=0, shuffle=False)
 Collect = Callable[[EpisodeKey], CollectResult]
@@ -51,7 +61,7 @@ Play = Callable[[EpisodeRequest], EpisodeReport]
 def build_spec(name: str, task_queue: str, /, **overrides: object) -> RunSpec:
     """A small run; keys of `overrides` are sections, merged into the defaults."""
     sections: dict[str, dict[str, object]] = {
-        "run": {"name": name, "num_steps": 2, "seed": 3},
+        "run": {"name": name, "num_steps": 2, "seed": 3, "output_dir": str(_OUTPUT_DIR)},
         "model": {"path": "model"},
         "data": {"path": "prompts.jsonl"},
         "rollout": {"agent": {"function": "a:b"}, "groups_per_step": 2, "episodes_per_group": 2},
@@ -92,6 +102,7 @@ class Simulation:
     stored: dict[int, StoreGroupRequest] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
     trained: list[TrainRequest] = field(default_factory=list)
+    recorded: list[RecordRunRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
     """Collections, stores and releases in order, each with its group."""
     published: list[int] = field(default_factory=list)
@@ -173,6 +184,10 @@ class Simulation:
         self.released += request.session_ids
         return ReleaseResult(released=len(request.session_ids), failed=0)
 
+    @activity.defn(name=names.RECORD_RUN)
+    async def record_run(self, request: RecordRunRequest) -> None:
+        self.recorded.append(request)
+
     @activity.defn(name=names.TRAIN_STEP)
     async def train_step(self, request: TrainRequest) -> TrainResult:
         self.trained.append(request)
@@ -197,8 +212,9 @@ class Simulation:
             names.PREPARE_RUN: self.prepare_run,
             names.STORE_GROUP: self.store_group,
             names.RELEASE_SESSIONS: self.release_sessions,
+            names.RECORD_RUN: self.record_run,
             names.PUBLISH_WEIGHTS: self.publish_weights,
-            names.AWAIT_GROUP: GroupActivities(client).await_group,
+            names.AWAIT_GROUPS: GroupActivities(client).await_groups,
         }
         light |= {replacement.__name__: replacement for replacement in self.light_activities}
         async with contextlib.AsyncExitStack() as stack:

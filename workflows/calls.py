@@ -12,13 +12,19 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.health import Survey, SurveyRequest
     from everroll.contracts.rollout import GroupResult
     from everroll.contracts.spec import RunSpec
+    from everroll.contracts.steering import SteeringRecord
     from everroll.contracts.training import (
         GroupBatchItem,
+        LedgerMark,
         PrepareRunRequest,
         PrepareRunResult,
         PrepareTrainerRequest,
         PublishRequest,
         PublishResult,
+        RecordRunRequest,
+        RestoreRunRequest,
+        RestoreRunResult,
+        TrainingRunRequest,
         TrainRequest,
         TrainResult,
         Weights,
@@ -31,12 +37,21 @@ class RunCalls:
 
     def __init__(self, spec: RunSpec) -> None:
         self._spec = spec
-        self._run_dir = f"{spec.run.output_dir}/{spec.run.name}"
+        self.run_dir = f"{spec.run.output_dir}/{spec.run.name}"
 
-    async def prepare_run(self) -> PrepareRunResult:
+    def use(self, spec: RunSpec) -> None:
+        """Call with other settings from now on."""
+        self._spec = spec
+
+    async def prepare_run(self, request: TrainingRunRequest) -> PrepareRunResult:
         result: PrepareRunResult = await workflow.execute_activity(
             names.PREPARE_RUN,
-            PrepareRunRequest(spec=self._spec),
+            PrepareRunRequest(
+                spec=self._spec,
+                execution_id=workflow.info().first_execution_run_id,
+                resume=request.resume,
+                fork=request.fork,
+            ),
             result_type=PrepareRunResult,
             start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
@@ -46,12 +61,37 @@ class RunCalls:
         )
         return result
 
+    async def restore_run(self, version: int, end_groups: bool) -> RestoreRunResult:
+        """The state that lies in the run directory, whose newest step is `version`."""
+        result: RestoreRunResult = await workflow.execute_activity(
+            names.RESTORE_RUN,
+            RestoreRunRequest(run=self._spec.run.name, run_dir=self.run_dir, version=version, end_groups=end_groups),
+            result_type=RestoreRunResult,
+            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.PREPARE_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"read what is settled up to step {version}",
+        )
+        return result
+
+    async def record(self, settled: list[GroupResult], steerings: list[SteeringRecord], spec: RunSpec | None) -> None:
+        """Write into the run directory what must outlive Temporal's history."""
+        await workflow.execute_activity(
+            names.RECORD_RUN,
+            RecordRunRequest(run_dir=self.run_dir, settled=settled, steerings=steerings, spec=spec),
+            start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary=f"{len(settled)} dropped groups, {len(steerings)} steering requests",
+        )
+
     async def prepare_trainer(self) -> Weights:
         weights: Weights = await workflow.execute_activity(
             names.PREPARE_TRAINER,
             PrepareTrainerRequest(
                 run=self._spec.run.name,
-                run_dir=self._run_dir,
+                run_dir=self.run_dir,
                 seed=self._spec.run.seed,
                 model=self._spec.model,
                 train=self._spec.train,
@@ -66,13 +106,13 @@ class RunCalls:
         )
         return weights
 
-    async def train(self, step: int, batch: list[GroupResult]) -> TrainResult:
+    async def train(self, step: int, batch: list[GroupResult], mark: LedgerMark) -> TrainResult:
         deadline = timedelta(seconds=self._spec.train.step_timeout_seconds)
         trained: TrainResult = await workflow.execute_activity(
             names.TRAIN_STEP,
             TrainRequest(
                 run=self._spec.run.name,
-                run_dir=self._run_dir,
+                run_dir=self.run_dir,
                 step=step,
                 seed=self._spec.run.seed,
                 store_url=self._spec.services.store_url,
@@ -83,6 +123,7 @@ class RunCalls:
                 ],
                 model=self._spec.model,
                 train=self._spec.train,
+                mark=mark,
             ),
             result_type=TrainResult,
             task_queue=names.train_queue(self._spec.services.task_queue),

@@ -28,7 +28,10 @@ class Curriculum:
     @property
     def covers_next_group(self) -> bool:
         """Whether the next group's prompt is known; always, without a curriculum."""
-        return self._curriculum.function is None or self._state.next_group < self._state.planned_until
+        if self._curriculum.function is None:
+            return True
+        state = self._state
+        return state.replay[0] in state.planned if state.replay else state.next_group < state.planned_until
 
     def find_prompt(self, group: int) -> int | None:
         """The prompt that was chosen for a group; None where the deterministic order decides."""
@@ -58,5 +61,7 @@ class Curriculum:
             )
         finally:
             self.planning = False
-        state.planned.update(zip(range(first, first + len(plan.prompts)), plan.prompts, strict=True))
+        chosen = zip(range(first, first + len(plan.prompts)), plan.prompts, strict=True)
+        # After a resume a block can hold groups that are settled.
+        state.planned.update({g: prompt for g, prompt in chosen if g >= state.next_group or g in state.replay})
         state.planned_until = first + len(plan.prompts)

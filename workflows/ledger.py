@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 from everroll.contracts.health import EpisodesReport
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import GroupResult
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.training import MAX_RECENT_STEPS, RunState, StepRecord, TrainResult
+from everroll.contracts.training import MAX_RECENT_STEPS, LedgerMark, RunState, StepRecord, TrainResult
 
 # Infrastructure is the abort budget's business: it pauses, where too many empty rounds fail the run.
 _INFRASTRUCTURE = (CauseKind.TRANSPORT, CauseKind.TIMEOUT, CauseKind.ENGINE)
+# The run's own choice, and so no sign that it gets nowhere.
+_IN_EXCESS = (CauseKind.STRAGGLER, CauseKind.SURPLUS)
+MAX_STALE_REFILLS = 3
+"""How often one group may be sampled again for being stale."""
 # What of the trainer's metrics travels with the run's state; the rest is in <run_dir>/metrics.jsonl.
 _SHOWN_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap_mean", "learning_rate")
 
@@ -36,30 +41,53 @@ class Ledger:
     def can_admit(self, stopping: bool = False) -> bool:
         """Whether another group may start: within (S + 1) x batch, and never more than the run still needs.
 
+        While a batch is gathered, `oversample_groups` more may.
         `stopping`: the run ends with the step that it is in, which may still lack groups.
         """
+        cap = self._spec.rollout.max_groups_in_flight
+        if cap is not None and len(self._state.in_flight) >= cap:
+            return False
         outstanding = len(self._state.in_flight) + len(self._state.ready) + self._num_in_training
         steps_left = min(self._spec.run.num_steps - self._state.step, 1 if stopping else self._spec.run.num_steps)
         limit = min(self._spec.rollout.max_staleness + 1, steps_left) * self._batch_size
-        return outstanding < limit
+        excess = 0 if self._num_in_training else self._spec.rollout.oversample_groups
+        return outstanding < limit + excess
 
     def admit(self) -> int:
-        """Dispense the next prompt: the index of the group to start."""
-        group = self._state.next_group
-        self._state.next_group += 1
+        """Dispense the next prompt: the index of the group to start.
+
+        Those that are to be played again come first.
+        """
+        group = self.next_to_admit
+        if self._state.replay:
+            self._state.replay.pop(0)
+        else:
+            self._state.next_group += 1
         self._state.in_flight[group] = self.weight_version
         return group
 
-    def settle(self, result: GroupResult) -> None:
-        """Take a finished group in: ready to be trained, or dropped for its cause."""
+    @property
+    def next_to_admit(self) -> int:
+        """The group that starts next."""
+        return self._state.replay[0] if self._state.replay else self._state.next_group
+
+    def use(self, spec: RunSpec) -> None:
+        """Go by other settings from now on: admission, and what is stale."""
+        self._spec = spec
+        self._drop_stale()
+
+    def settle(self, result: GroupResult, *, recorded: bool = True) -> None:
+        """Take a finished group in: ready to be trained, or dropped for its cause.
+
+        `recorded`: the group itself has written to the run directory how it was settled.
+        """
         state = self._state
         del state.in_flight[result.group]
-        state.planned.pop(result.group, None)
         state.num_episodes += result.num_episodes
         state.num_sampled_tokens += result.num_sampled_tokens
         state.last_cause = result.dropped or result.last_cause or state.last_cause
         if result.dropped is not None:
-            self._drop(result.dropped)
+            self._drop(result, result.dropped, recorded=recorded)
             return
         state.ready = sorted([*state.ready, result], key=lambda ready: ready.group)
         self._drop_stale()
@@ -85,6 +113,21 @@ class Ledger:
         """Whether enough groups are ready."""
         return len(self._state.ready) >= self._batch_size
 
+    def has_share(self) -> bool:
+        """Whether so much of a batch is ready that the other groups of its step count as stragglers."""
+        return len(self._state.ready) >= math.ceil(self._spec.rollout.stragglers.after_share * self._batch_size)
+
+    def find_stragglers(self) -> list[int]:
+        """Groups that were started for the next batch and still play: the lowest-numbered that are not settled."""
+        num_started = self._batch_size + self._spec.rollout.oversample_groups
+        started = sorted([*self._state.in_flight, *(result.group for result in self._state.ready)])[:num_started]
+        return [group for group in started if group in self._state.in_flight]
+
+    def drop_surplus(self) -> None:
+        """The run needs no further group: those that are ready, or were to be played again, are dropped."""
+        for group in sorted([*(result.group for result in self._state.ready), *self._state.replay]):
+            self.drop_ready(group, Cause(kind=CauseKind.SURPLUS, message=f"the run completed without group {group}"))
+
     def find_no_progress(self) -> str | None:
         """What to say when so many groups in a row were dropped that waiting on is pointless."""
         state = self._state
@@ -94,6 +137,20 @@ class Ledger:
             f"the last {state.consecutive_dropped} groups were all dropped (by cause: {state.dropped_groups}); "
             f"the latest: {state.last_cause}"
         )
+
+    def drop_ready(self, group: int, cause: Cause) -> None:
+        """Drop a group that is ready, or that waits to be played again."""
+        state = self._state
+        result = next((ready for ready in state.ready if ready.group == group), GroupResult(group=group))
+        state.ready = [ready for ready in state.ready if ready.group != group]
+        state.replay = [waiting for waiting in state.replay if waiting != group]
+        self._drop(result, cause, recorded=False)
+
+    def take_mark(self) -> LedgerMark:
+        """Where the ledger stands, for the step whose batch was just taken."""
+        mark = LedgerMark(next_group=self._state.next_group, dropped=sorted(self._state.unmarked_dropped))
+        self._state.unmarked_dropped = []
+        return mark
 
     def take_batch(self) -> list[GroupResult]:
         """The lowest-numbered ready groups, ordered by group index (I3)."""
@@ -117,6 +174,8 @@ class Ledger:
         state.weights = trained.weights
         state.trained_groups += len(batch)
         self._num_in_training = 0
+        for result in batch:
+            self._forget(result.group)
         rewards = [result.mean_reward for result in batch if result.mean_reward is not None]
         record = StepRecord(
             step=trained.step,
@@ -138,6 +197,7 @@ class Ledger:
         state.pending_dropped, state.pending_unusable = {}, {}
 
     def _drop_stale(self) -> None:
+        """Drop what is too old to be trained, or have it played again, as the policy says."""
         fresh = []
         for result in self._state.ready:
             oldest = self.weight_version if result.min_weight_version is None else result.min_weight_version
@@ -145,12 +205,35 @@ class Ledger:
             if staleness <= self._spec.rollout.max_staleness:
                 fresh.append(result)
                 continue
-            self._drop(Cause(kind=CauseKind.STALE, message=f"group {result.group} is {staleness} versions old"))
+            cause = Cause(kind=CauseKind.STALE, message=f"group {result.group} is {staleness} versions old")
+            if self._may_sample_again(result.group):
+                self._sample_again(result.group, cause)
+            else:
+                self._drop(result, cause, recorded=False)
         self._state.ready = fresh
 
-    def _drop(self, cause: Cause) -> None:
+    def _may_sample_again(self, group: int) -> bool:
+        policy, times = self._spec.rollout.on_stale, self._state.resampled.get(group, 0)
+        return policy == "refill" and times < MAX_STALE_REFILLS
+
+    def _sample_again(self, group: int, cause: Cause) -> None:
         state = self._state
-        if cause.kind not in _INFRASTRUCTURE:
+        state.resampled[group] = state.resampled.get(group, 0) + 1
+        state.replay = sorted([*state.replay, group])
+        state.last_cause = cause
+
+    def _forget(self, group: int) -> None:
+        """A group is settled for good."""
+        self._state.planned.pop(group, None)
+        self._state.resampled.pop(group, None)
+
+    def _drop(self, result: GroupResult, cause: Cause, *, recorded: bool) -> None:
+        state = self._state
+        self._forget(result.group)
+        state.unmarked_dropped.append(result.group)
+        if not recorded:
+            state.unrecorded.append(result.model_copy(update={"manifest": None, "dropped": cause, "report": None}))
+        if cause.kind not in (*_INFRASTRUCTURE, *_IN_EXCESS):
             state.consecutive_dropped += 1
         state.last_cause = cause
         _add(state.dropped_groups, cause.kind.value, 1)

@@ -28,6 +28,7 @@ with workflow.unsafe.imports_passed_through():
         ReleaseRequest,
         StoreGroupRequest,
     )
+    from everroll.contracts.training import RecordRunRequest
     from everroll.seeds import derive_seed
     from workflows import policies
     from workflows.group_results import build_group_result, merge_outcome, render_group
@@ -63,7 +64,7 @@ class RolloutGroup:
     def _start_progress(self) -> GroupProgress:
         request = self.request
         keys = [
-            EpisodeKey(run=request.run, group=request.group, member=member)
+            EpisodeKey(run=request.run, group=request.group, member=member, attempt=request.first_attempt)
             for member in range(request.rollout.episodes_per_group)
         ]
         return GroupProgress(
@@ -78,7 +79,7 @@ class RolloutGroup:
         except TimeoutError:
             timeout = self.request.rollout.group_timeout_seconds
             text = f"the group ran past its deadline of {timeout} s, time on hold not counted"
-            return self._build_result([], None, Cause(kind=CauseKind.DEADLINE, message=text))
+            return await self._drop([], Cause(kind=CauseKind.DEADLINE, message=text))
         if any(member.status is SampleStatus.PENDING for member in self.progress.members):
             await self._continue_as_new()
         return await self._settle(self.progress.members)
@@ -131,23 +132,27 @@ class RolloutGroup:
     async def _play_member(self, member: int) -> None:
         """Play a member until it is usable or has no attempt left; it stays pending where the history grows long."""
         rollout = self.request.rollout
-        last_attempt = rollout.max_refills if rollout.on_unusable == "refill" else 0
+        max_refills = rollout.max_refills if rollout.on_unusable == "refill" else 0
         while (pending := self.progress.members[member]).status is SampleStatus.PENDING:
             await workflow.wait_condition(lambda: not self.held)
             if workflow.info().is_continue_as_new_suggested():
                 return
             outcome = await self._play_episode(pending)
             self.reporter.note(outcome)
-            attempt = pending.key.attempt
+            refill = self._count_refills(pending.key)
             if not outcome.is_trainable:
                 self._count_unusable(outcome)
-            if outcome.is_trainable or attempt >= last_attempt or self.reporter.run_is_gone:
+            if outcome.is_trainable or refill >= max_refills or self.reporter.run_is_gone:
                 self.progress.members[member] = outcome
                 return
             if outcome.status is SampleStatus.ABORTED:
-                await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, attempt))
-            key = pending.key.model_copy(update={"attempt": attempt + 1})
+                await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, refill))
+            key = pending.key.model_copy(update={"attempt": pending.key.attempt + 1})
             self.progress.members[member] = pending.model_copy(update={"key": key})
+
+    def _count_refills(self, key: EpisodeKey) -> int:
+        """0 for the first attempt that this group makes."""
+        return key.attempt - self.request.first_attempt
 
     def _count_unusable(self, outcome: EpisodeOutcome) -> None:
         if outcome.cause is None:
@@ -179,7 +184,7 @@ class RolloutGroup:
         return Cause(kind=CauseKind.TIMEOUT, error="TimeoutError", message=text, server=self.request.session_url)
 
     async def _run_episode(self, key: EpisodeKey) -> EpisodeReport:
-        request, rollout = self.request, self.request.rollout
+        request, rollout, refill = self.request, self.request.rollout, self._count_refills(key)
         report: EpisodeReport = await workflow.execute_activity(
             names.RUN_EPISODE,
             EpisodeRequest(
@@ -187,7 +192,8 @@ class RolloutGroup:
                 dataset=request.dataset,
                 agent=rollout.agent,
                 sampling=rollout.sampling,
-                seed=derive_seed(request.seed, request.run, key.group, key.member, key.attempt),
+                # A group that is played again after a resume draws what it would have drawn before.
+                seed=derive_seed(request.seed, request.run, key.group, key.member, refill),
                 session_url=request.session_url,
                 timeout_seconds=rollout.episode_timeout_seconds,
                 transport_attempts=rollout.collect_attempts,
@@ -201,7 +207,7 @@ class RolloutGroup:
             schedule_to_close_timeout=policies.episode_schedule_to_close(rollout),
             heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
-            summary=f"group {key.group} member {key.member}" + (f" refill {key.attempt}" if key.attempt else ""),
+            summary=f"group {key.group} member {key.member}" + (f" refill {refill}" if refill else ""),
         )
         return report
 
@@ -233,19 +239,42 @@ class RolloutGroup:
         lost = next((outcome for outcome in outcomes if not outcome.is_trainable), None)
         if lost is not None:
             cause = lost.cause or Cause(kind=CauseKind.NO_REWARD, message=f"status {lost.status.value}")
-            message = f"member {lost.key.member} after {lost.key.attempt + 1} attempts: {cause.message}"
-            return self._build_result(outcomes, None, cause.model_copy(update={"message": message}))
+            num_attempts = self._count_refills(lost.key) + 1
+            message = f"member {lost.key.member} after {num_attempts} attempts: {cause.message}"
+            return await self._drop(outcomes, cause.model_copy(update={"message": message}))
         rewards = [outcome.reward for outcome in outcomes]
         if self.request.rollout.drop_zero_variance and len(set(rewards)) == 1:
             cause = Cause(kind=CauseKind.ZERO_VARIANCE, message=f"all rewards are {rewards[0]}")
-            return self._build_result(outcomes, None, cause)
+            return await self._drop(outcomes, cause)
         return self._build_result(outcomes, await self._store(outcomes), None)
+
+    async def _drop(self, outcomes: list[EpisodeOutcome], cause: Cause) -> GroupResult:
+        """Settled as dropped; on record before the run hears of it, as a stored group is."""
+        result = self._build_result(outcomes, None, cause)
+        if self.request.run_dir is not None:
+            await workflow.execute_activity(
+                names.RECORD_RUN,
+                RecordRunRequest(run_dir=self.request.run_dir, settled=[result]),
+                task_queue=self.request.task_queue,
+                start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
+                schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+                retry_policy=policies.RETRY,
+                summary=f"group {self.request.group} is dropped: {cause.kind.value}",
+            )
+        return result
 
     async def _store(self, outcomes: list[EpisodeOutcome]) -> BlobRef:
         request = self.request
         manifest: BlobRef = await workflow.execute_activity(
             names.STORE_GROUP,
-            StoreGroupRequest(run=request.run, group=request.group, store_url=request.store_url, outcomes=outcomes),
+            StoreGroupRequest(
+                run=request.run,
+                group=request.group,
+                store_url=request.store_url,
+                outcomes=outcomes,
+                run_dir=request.run_dir,
+                result=self._build_result(outcomes, None, None),
+            ),
             result_type=BlobRef,
             task_queue=request.task_queue,
             start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
@@ -260,7 +289,7 @@ class RolloutGroup:
         sessions = [
             names.session_id(member.key.run, member.key.group, member.key.member, attempt)
             for member in self.progress.members
-            for attempt in range(member.key.attempt + 1)
+            for attempt in range(self.request.first_attempt, member.key.attempt + 1)
         ]
         try:
             await workflow.execute_activity(

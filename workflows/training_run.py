@@ -30,13 +30,14 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.health import EpisodesReport, Pause, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
     from everroll.contracts.rollout import AwaitGroupRequest, GroupRequest, GroupResult
-    from everroll.contracts.steering import SteerRequest
+    from everroll.contracts.steering import SetRequest, SkipRequest, SteeringRecord, SteerRequest
     from everroll.contracts.training import (
         Phase,
         RunState,
         RunStatus,
         TrainingRunRequest,
         TrainingRunResult,
+        Weights,
     )
     from workflows import policies
     from workflows.calls import RunCalls
@@ -46,7 +47,12 @@ with workflow.unsafe.imports_passed_through():
     from workflows.pausing import PauseControl
     from workflows.presentation import build_search_attributes, render_details, update_search_attributes
     from workflows.publishing import Publisher
+    from workflows.recording import Recorder
+    from workflows.steering import Steering, build_skip_cause
     from workflows.watchdog import Watchdog
+
+
+_STEERINGS_SHOWN = 10
 
 
 @workflow.defn(name=names.TRAINING_RUN, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
@@ -61,6 +67,9 @@ class TrainingRun:
         self.ledger = Ledger(self.spec, self.state, self.metrics.count_drop)
         self.phase = Phase.PREPARING
         self.calls = RunCalls(self.spec)
+        self.recorder = Recorder(self.state, self.calls, lambda: self.spec)
+        self.steering = Steering(self.state)
+        self.restoring = request.resume is not None or request.fork is not None
         self.curriculum = Curriculum(self.spec, self.state)
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
@@ -79,26 +88,36 @@ class TrainingRun:
             self._follow(self.watchdog.watch())
             self.pauses.restore()
             self._reattach_groups()
-            await self._prepare()
+            await self._prepare(request)
             while not self._is_finished():
                 await self._take_step()
                 if self._is_history_long() and not self._is_finished():
                     await self._continue_as_new()
         except asyncio.CancelledError:
-            self._enter(Phase.CANCELED)
+            self._note_cancel()
             raise
         except FailureError as error:
             # A cancellation that met an activity arrives as the activity's failure.
-            self._enter(Phase.CANCELED if is_cancelled_exception(error) else Phase.FAILED)
+            if is_cancelled_exception(error):
+                self._note_cancel()
+            else:
+                self._enter(Phase.FAILED)
             raise_root(error)
         except Exception:
             self._enter(Phase.FAILED)
             raise
         finally:
             await self._cancel_groups()
+            await self._record_the_rest()
         result = self._build_result()
         self._enter(Phase.STOPPED if result.stopped else Phase.COMPLETED)
         return result
+
+    def _note_cancel(self) -> None:
+        """Whoever cancels says who and why in the cancellation's reason."""
+        reason = "".join(letter for letter in workflow.cancellation_reason() or "" if letter.isprintable())[:300]
+        self.steering.note("cancel", SteerRequest(reason=reason))
+        self._enter(Phase.CANCELED)
 
     def _is_finished(self) -> bool:
         if self.fatal is not None:
@@ -107,24 +126,43 @@ class TrainingRun:
 
     # The algorithm
 
-    async def _prepare(self) -> None:
+    async def _prepare(self, request: TrainingRunRequest) -> None:
         if self.state.weights is not None:
             return
         self._enter(Phase.PREPARING)
-        self.state.dataset = (await self.calls.prepare_run()).dataset
+        self.state.dataset = (await self.calls.prepare_run(request)).dataset
         self.watchdog.note_progress()
         weights = await self.calls.prepare_trainer()
         self.watchdog.note_progress()
+        if self.restoring:
+            await self._restore(request, weights)
         if weights.version > 0:
             raise ApplicationError(
                 f"{self.spec.run.output_dir}/{self.spec.run.name} holds an earlier run of this name, at step "
-                f"{weights.version}; choose another run.name, or move that directory away",
+                f"{weights.version}; go on with it by `everroll resume`, or choose another run.name",
                 type=ErrorType.CONFIGURATION.value,
                 non_retryable=True,
             )
         await self.publisher.publish(weights)
         self.watchdog.note_progress()
         self.state.weights = weights
+
+    async def _restore(self, request: TrainingRunRequest, weights: Weights) -> NoReturn:
+        """Go on as a new execution from the state that lies in the run directory.
+
+        The trainer has been prepared before: no step that an earlier execution asked for is under way any more.
+        """
+        # With a new run file, groups of the old one would go on by the old one.
+        end_groups = request.fork is not None or (request.resume is not None and request.resume.from_file)
+        restored = await self.calls.restore_run(weights.version, end_groups)
+        self.watchdog.note_progress()
+        await self.publisher.publish(weights)
+        # What came in meanwhile from groups that are still under way, and from people.
+        kept = {"weights": weights, "stop_requested": self.state.stop_requested, "budget": self.state.budget}
+        self.closing = True
+        await workflow.wait_condition(self._can_close)
+        self.followers.clear()
+        workflow.continue_as_new(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
 
     async def _take_step(self) -> None:
         self._enter(Phase.ROLLOUT)
@@ -133,11 +171,12 @@ class TrainingRun:
         self._admit_groups()
         await self._wait_for_batch()
         batch = self.ledger.take_batch()
+        mark = self.ledger.take_mark()
         self.state.rollout_started_at = None
         gathered = workflow.time()
         self._enter(Phase.TRAINING)
         self._admit_groups()
-        trained = await self.calls.train(self.state.step + 1, batch)
+        trained = await self.calls.train(self.state.step + 1, batch, mark)
         self.watchdog.note_progress()
         applied = workflow.time()
         self._enter(Phase.PUBLISHING)
@@ -151,6 +190,26 @@ class TrainingRun:
             train_seconds=applied - gathered,
             publish_seconds=workflow.time() - applied,
         )
+        self._record_soon()
+
+    def _record_soon(self) -> None:
+        if self.recorder.is_due:
+            self._follow(self._record())
+
+    async def _record(self) -> None:
+        try:
+            await self.recorder.flush()
+        except ActivityError as error:
+            self._fail(error)
+
+    async def _record_the_rest(self) -> None:
+        """At the end, whatever it is: what the run knows and its directory does not."""
+        try:
+            await self.recorder.flush()
+        except ActivityError as error:
+            workflow.logger.warning("the run directory lacks the latest records: %s", error.cause)
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(workflow.all_handlers_finished, timeout=policies.LIGHT_START_TO_CLOSE)
 
     def _on_pause_change(self) -> None:
         if not self.pauses.paused:
@@ -283,7 +342,12 @@ class TrainingRun:
     def _settle(self, result: GroupResult) -> None:
         if self.ledger.is_behind(result):
             self._publish_again()
-        self.ledger.settle(result)
+        skipped = self.state.skipping.pop(result.group, None)
+        if skipped is not None:
+            result = result.model_copy(update={"manifest": None, "dropped": skipped})
+        # A group that was ended from outside could not record it.
+        self.ledger.settle(result, recorded=result.dropped is None or result.dropped.kind is not CauseKind.SKIPPED)
+        self._record_soon()
         self.metrics.count_group(result)
         self.watchdog.note_progress()
         if result.report is not None:
@@ -356,6 +420,8 @@ class TrainingRun:
             task_queue=self.spec.services.task_queue,
             hold=self.pauses.hold,
             prompt_index=self.curriculum.find_prompt(group),
+            run_dir=self.calls.run_dir,
+            first_attempt=self.state.num_resumes * names.ATTEMPTS_PER_RESUME,
         )
 
     def _group_limit(self) -> timedelta:
@@ -394,6 +460,8 @@ class TrainingRun:
             stop_requested=state.stop_requested,
             pause=state.pause,
             survey=self.watchdog.survey,
+            num_resumes=state.num_resumes,
+            steerings=state.steerings[-_STEERINGS_SHOWN:],
         )
 
     def _shown_phase(self) -> Phase:
@@ -407,28 +475,96 @@ class TrainingRun:
         self._show()
 
     @workflow.update(name=names.UPDATE_PAUSE, description="Start no new group and no new episode")
-    def pause(self, request: SteerRequest) -> None:
-        reason = f"paused by request{f': {request.reason}' if request.reason else ''}"
-        self.pauses.begin(Pause(message=reason, since=workflow.time(), requested=True))
-        self._show()
+    async def pause(self, request: SteerRequest) -> None:
+        by, reason = f" by {request.by}" if request.by else "", f": {request.reason}" if request.reason else ""
+        self.steering.note("pause", request)
+        self.pauses.begin(Pause(message=f"paused by request{by}{reason}", since=workflow.time(), requested=True))
+        await self._keep_steering()
 
     @pause.validator
     def _validate_pause(self, request: SteerRequest) -> None:
+        self._refuse_while_restoring()
         if self.state.pause is not None:
             raise ValueError(f"the run is paused already: {self.state.pause.message}")
 
     @workflow.update(name=names.UPDATE_RESUME, description="Go on")
-    def resume(self, request: SteerRequest) -> None:
+    async def resume(self, request: SteerRequest) -> None:
+        self.steering.note("resume", request)
         self.pauses.end()
+        await self._keep_steering()
 
     @resume.validator
     def _validate_resume(self, request: SteerRequest) -> None:
+        self._refuse_while_restoring()
         if self.state.pause is None:
-            raise ValueError("the run is not paused")
+            raise ValueError("the run is running and not paused")
 
     @workflow.signal(name=names.SIGNAL_STOP, description="Stop after the step the run is in")
-    def stop(self) -> None:
+    def stop_by_signal(self) -> None:
         self.state.stop_requested = True
+
+    @workflow.update(name=names.UPDATE_STOP, description="Stop after the step the run is in")
+    async def stop(self, request: SteerRequest) -> None:
+        self.steering.note("stop", request)
+        self.state.stop_requested = True
+        await self._keep_steering()
+
+    @stop.validator
+    def _validate_stop(self, request: SteerRequest) -> None:
+        self._refuse_while_restoring()
+        if self.state.stop_requested:
+            raise ValueError(f"the run stops after step {self.state.step + 1} already")
+
+    @workflow.update(name=names.UPDATE_SET, description="Change settings of the run, such as train.learning_rate")
+    async def set_values(self, request: SetRequest) -> SteeringRecord:
+        spec, changes = self.steering.plan_changes(self.spec, request)
+        record = self.steering.note("set", request, changes=changes)
+        self.spec = spec
+        self.calls.use(spec)
+        self.ledger.use(spec)
+        self._admit_groups()
+        await self._keep_steering()
+        return record
+
+    @set_values.validator
+    def _validate_set(self, request: SetRequest) -> None:
+        self._refuse_while_restoring()
+        self.steering.plan_changes(self.spec, request)
+
+    @workflow.update(name=names.UPDATE_SKIP, description="Drop a group that is not being trained yet")
+    async def skip(self, request: SkipRequest) -> None:
+        self.steering.note("skip", request, group=request.group)
+        cause = build_skip_cause(request)
+        if request.group in self.state.in_flight:
+            self.state.skipping[request.group] = cause
+            self._follow(self._end_group(request.group))
+        else:
+            self.ledger.drop_ready(request.group, cause)
+            self._admit_groups()
+        await self._keep_steering()
+
+    @skip.validator
+    def _validate_skip(self, request: SkipRequest) -> None:
+        self._refuse_while_restoring()
+        self.steering.check_skip(request)
+
+    async def _end_group(self, group: int) -> None:
+        try:
+            await workflow.wait_condition(lambda: group not in self.starting, timeout=policies.LIGHT_START_TO_CLOSE)
+            await self._cancel_group(group)
+        except FailureError as error:
+            workflow.logger.info("group %d ended before it was cancelled: %s", group, error)
+        except TimeoutError:
+            workflow.logger.warning("group %d did not start in time to be cancelled", group)
+
+    async def _keep_steering(self) -> None:
+        """Answer only when it is on disk."""
+        self._show()
+        await self.recorder.flush()
+
+    def _refuse_while_restoring(self) -> None:
+        if self.restoring:
+            raise ValueError("the run is being resumed; try again in a moment")
 
     def _enter(self, phase: Phase) -> None:
         self.phase = phase
