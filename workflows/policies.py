@@ -52,6 +52,8 @@ PREPARE_HEARTBEAT = timedelta(seconds=30)
 PREPARE_TRAINER_SCHEDULE_TO_CLOSE = timedelta(hours=2)
 PUBLISH_HEARTBEAT = timedelta(seconds=15)
 AWAIT_GROUP_HEARTBEAT = timedelta(seconds=30)
+EVALUATION_GRACE = timedelta(hours=1)
+"""On top of an evaluation's deadline: its prompts are read before, its numbers computed after."""
 _CALL_LIMIT = timedelta(seconds=180)
 """Longest that one call to the session server can take: the sum of the HTTP client's timeouts, and back-off."""
 _ACTIVITY_GRACE = timedelta(seconds=30)
@@ -64,8 +66,14 @@ MAX_STARTING_GROUPS = 32
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
 PAUSE_GRACE = timedelta(minutes=5)
 """What waits for the end of a pause gives up so long after the pause itself should have ended."""
-EVENTS_PER_REATTACHED_GROUP = 4
-"""What it costs a new generation to await a group of the last one, and some: it must get beyond that to be worth it."""
+MAX_AWAITS = 16
+"""Activities that await the groups of an earlier generation; each holds one of the worker's slots."""
+GROUPS_PER_AWAIT = 32
+"""Groups that one of them awaits at least, if there are so many."""
+CANCEL_GRACE = timedelta(minutes=2)
+"""How long cancelled episodes are waited for, so that no session is released under one."""
+SETTLE_ALLOWANCE = timedelta(minutes=30)
+"""What a group may take to end its episodes, to be stored and to release its sessions, all retries included."""
 SURVEY_FIRST = timedelta(seconds=40)
 """Without progress for so long, the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
 SURVEY_MAX = timedelta(minutes=15)
