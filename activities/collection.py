@@ -102,8 +102,9 @@ async def store_group(request: StoreGroupRequest) -> BlobRef:
 
 
 def _store_samples(request: CollectRequest, collected: CollectedSamples) -> BlobRef:
-    prefix = f"{request.key.run}/samples/{request.key.group:08d}"
-    return open_store(request.store_url).put(prefix, ".safetensors", collected.body)
+    key = request.key
+    parent = key.run if key.evaluation is None else f"{key.run}/evaluations/{key.evaluation}"
+    return open_store(request.store_url).put(f"{parent}/samples/{key.group:08d}", ".safetensors", collected.body)
 
 
 def _check_versions(request: CollectRequest, sample_set: SampleSet) -> None:

@@ -39,7 +39,12 @@ class EpisodeActivities:
         try:
             session = await retry_transient(
                 lambda: client.create(
-                    request.key.session_id, request.sampling, request.seed, _attempt(), request.min_weight_version
+                    request.key.session_id,
+                    request.sampling,
+                    request.seed,
+                    _attempt(),
+                    request.min_weight_version,
+                    request.key.run,
                 ),
                 request.transport_attempts,
                 request.session_url,

@@ -9,7 +9,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 
-from everroll.contracts.spec import EngineKind, RunSpec
+from everroll.contracts.spec import DataPaths, EngineKind, RunSpec
 from everroll.engines.open import open_engine
 from everroll.failures import ConfigurationError
 from everroll.prompts import Dataset, load_dataset
@@ -43,6 +43,8 @@ class Preflight:
         checks = {name: asyncio.wait_for(check, _CHECK_SECONDS) for name, check in checks.items()}
         # Every row is read, perhaps downloaded: that takes its time, within the activity's deadline.
         checks["data"] = asyncio.to_thread(load_dataset, spec.data.path)
+        for name, path in spec.eval.named_paths.items():
+            checks[f"prompts of evaluation {name}"] = asyncio.to_thread(_check_prompts, path)
         results = await asyncio.gather(*checks.values(), return_exceptions=True)
         faults = [
             f"- {name}: {_describe(result)}"
@@ -88,6 +90,10 @@ class Preflight:
 def _read_fingerprint(model_dir: Path) -> str | None:
     """None where this worker does not see the model's directory."""
     return compute_tokenizer_fingerprint(model_dir) if model_dir.is_dir() else None
+
+
+def _check_prompts(path: DataPaths) -> None:
+    load_dataset(path).close()
 
 
 def _check_store(url: str) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import re
+from typing import Annotated
+
 from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
 from everroll.contracts.health import HoldRequest
-from everroll.contracts.names import evaluation_label, evaluation_workflow_id
+from everroll.contracts.names import EVALUATION_NAME_PATTERN, evaluation_label, evaluation_workflow_id
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, EpisodeKey, EpisodeOutcome
-from everroll.contracts.spec import DataPaths, EvalSection, RolloutSection, ServicesSection
+from everroll.contracts.spec import DataPaths, EvalSection, RolloutSection, RunSpec, ServicesSection
 
 MAX_RECENT_EVALUATIONS = 20
 
@@ -167,9 +170,16 @@ class EvaluateRequest(Payload):
     name: str | None = None
     """One set only; None: all that the run file names."""
     path: DataPaths | None = None
-    """Other prompts than the run file's, as a set of the name `name`."""
-    episodes_per_prompt: int | None = None
-    max_prompts: int | None = None
+    """Other prompts than the run file's, as a set of the name `name`, or `other`."""
+    episodes_per_prompt: Annotated[int, Field(ge=1, le=1024)] | None = None
+    max_prompts: Annotated[int, Field(ge=1)] | None = None
+
+
+class EvaluateResult(Payload):
+    """Answer of the update `evaluate`."""
+
+    version: int
+    workflow_ids: list[str]
 
 
 class EvaluationStart(Payload):
@@ -179,3 +189,58 @@ class EvaluationStart(Payload):
     version: int
     started_at: float
     """Unix seconds."""
+
+
+# What a run file and a person ask for, brought together; workflows and clients need it alike.
+
+
+def select_sets(section: EvalSection, request: EvaluateRequest) -> dict[str, DataPaths]:
+    """The sets that a request means, by name."""
+    if request.path is not None:
+        return {request.name or "other": request.path}
+    paths = section.named_paths
+    return paths if request.name is None else {request.name: paths[request.name]}
+
+
+def find_request_fault(section: EvalSection, request: EvaluateRequest) -> str | None:
+    """Why a request does not go with the run file."""
+    paths = section.named_paths
+    if request.path is not None and request.name in paths:
+        return f"the run file has a set {request.name!r} already; give the other prompts another name"
+    if request.path is not None:
+        valid = request.name is None or re.match(EVALUATION_NAME_PATTERN, request.name) is not None
+        return None if valid else f"not a name of a set: {request.name!r} (letters, digits and '_')"
+    if not paths:
+        return "the run file has no [eval] with `path` or `sets`; name prompts with --path"
+    if request.name is not None and request.name not in paths:
+        return f"no set {request.name!r}; there are {', '.join(sorted(paths))}"
+    return None
+
+
+def apply_request(section: EvalSection, request: EvaluateRequest) -> EvalSection:
+    """The section with the request's numbers in it.
+
+    Raises:
+        pydantic.ValidationError: they are out of bounds.
+    """
+    asked = {"episodes_per_prompt": request.episodes_per_prompt, "max_prompts": request.max_prompts}
+    changes = {key: value for key, value in asked.items() if value is not None}
+    return EvalSection.model_validate({**section.model_dump(), **changes})
+
+
+def build_evaluation_request(
+    spec: RunSpec, name: str, path: DataPaths, section: EvalSection, version: int
+) -> EvaluationRequest:
+    """What an evaluation of a run needs to know, whoever starts it."""
+    changes = {"agent": section.agent or spec.rollout.agent, "sampling": section.sampling or spec.rollout.sampling}
+    return EvaluationRequest(
+        run=spec.run.name,
+        run_dir=f"{spec.run.output_dir}/{spec.run.name}",
+        name=name,
+        version=version,
+        path=path,
+        eval=section,
+        rollout=spec.rollout.model_copy(update=changes),
+        services=spec.services,
+        seed=spec.run.seed,
+    )
