@@ -1,4 +1,4 @@
-"""`prepare_run` and `await_group`: what a run needs before its first step, and after it continued as new."""
+"""`prepare_run` and `await_groups`: what a run needs before its first step, and after it continued as new."""
 
 from __future__ import annotations
 
@@ -15,12 +15,18 @@ from activities.preflight import Preflight
 from everroll.contracts import names
 from everroll.contracts.health import AwaitServerRequest, Survey, SurveyRequest
 from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
-from everroll.contracts.rollout import AwaitGroupRequest, DatasetRef, GroupResult
+from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, DatasetRef, GroupResult
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
 from everroll.failures import Outcome, ServerStatusError, classify, raise_for_status
 from everroll.prompts import Dataset
 from everroll.survey import survey_run
+
+
+_LINGER_SECONDS = 0.2
+"""Groups that end so close to each other are reported together."""
+_MAX_RESULTS = 32
+"""Reported at once, so that the payload stays small."""
 
 
 class RunActivities:
@@ -46,18 +52,31 @@ class GroupActivities:
     def __init__(self, client: Client) -> None:
         self._client = client
 
-    @activity.defn(name=names.AWAIT_GROUP)
-    async def await_group(self, request: AwaitGroupRequest) -> GroupResult:
-        handle = self._client.get_workflow_handle(request.workflow_id, result_type=GroupResult)
-        async with heartbeating(f"waiting for group {request.group}"):
-            try:
-                result: GroupResult = await handle.result()
-            except WorkflowFailureError as error:
-                if isinstance(error.cause, (CancelledError, TerminatedError)):
-                    name = type(error.cause).__name__
-                    cause = Cause(kind=CauseKind.SKIPPED, error=name, message=f"group {request.group} was ended")
-                    return GroupResult(group=request.group, dropped=cause)
-                raise find_terminal(error) from error
+    @activity.defn(name=names.AWAIT_GROUPS)
+    async def await_groups(self, request: AwaitGroupsRequest) -> AwaitGroupsResult:
+        """Return when a group has ended, with those that end shortly after it."""
+        tasks = [asyncio.create_task(self._await_group(request.run, group)) for group in request.groups]
+        try:
+            async with heartbeating(f"waiting for {len(tasks)} groups"):
+                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(tasks, timeout=_LINGER_SECONDS)
+            # The others are found ended by the next call.
+            return AwaitGroupsResult(results=[task.result() for task in tasks if task in done][:_MAX_RESULTS])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _await_group(self, run: str, group: int) -> GroupResult:
+        handle = self._client.get_workflow_handle(names.group_workflow_id(run, group), result_type=GroupResult)
+        try:
+            result: GroupResult = await handle.result()
+        except WorkflowFailureError as error:
+            if isinstance(error.cause, (CancelledError, TerminatedError)):
+                name = type(error.cause).__name__
+                cause = Cause(kind=CauseKind.SKIPPED, error=name, message=f"group {group} was ended")
+                return GroupResult(group=group, dropped=cause)
+            raise find_terminal(error) from error
         return result
 
 

@@ -98,7 +98,7 @@ def run_server(directory: Path) -> Iterator[tuple[str, int]]:
 async def run_workers(client: Client) -> AsyncIterator[None]:
     """Workers for both programs, set up as those of `worker.build`."""
     queues: dict[str, list[Callable[..., object]]] = {
-        QUEUE: [*EVERROLL_LIGHT, GroupActivities(client).await_group, bare_activity],
+        QUEUE: [*EVERROLL_LIGHT, GroupActivities(client).await_groups, bare_activity],
         names.rollout_queue(QUEUE): [*EVERROLL_ROLLOUT, bare_activity],
         names.train_queue(QUEUE): [*EVERROLL_TRAIN, bare_activity],
     }

@@ -28,7 +28,7 @@ _ROUTINE_SECONDS = 5.0
 """A task that waits for a worker for less than this is nothing to speak of."""
 _SILENT_SHARE = 0.6
 """Part of its heartbeat timeout after which an activity counts as silent: it heartbeats three times in each."""
-_HIDDEN = (names.SURVEY_GROUPS, names.AWAIT_GROUP)
+_HIDDEN = (names.SURVEY_GROUPS, names.AWAIT_GROUPS)
 """The survey itself, and activities that only stand for a group, which is surveyed in its own right."""
 
 

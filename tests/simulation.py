@@ -17,6 +17,7 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.boundary import BoundaryInterceptor
+from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
 from activities.runs import GroupActivities, HealthActivities
 from everroll.contracts import names
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
@@ -46,6 +47,7 @@ from everroll.contracts.training import (
     Weights,
 )
 from everroll.http_client import build_http_client
+from workflows.evaluation import Evaluation
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
@@ -70,7 +72,7 @@ def build_spec(name: str, task_queue: str, /, **overrides: object) -> RunSpec:
     }
     for key, section in overrides.items():
         assert isinstance(section, dict)
-        sections[key] = {**sections[key], **section}
+        sections[key] = {**sections.get(key, {}), **section}
     return RunSpec.model_validate(sections)
 
 
@@ -123,6 +125,8 @@ class Simulation:
     """May raise."""
     train_queue_suffix: str = ""
     """Anything but empty leaves training without a worker."""
+    rollout_slots: int | None = None
+    """Activities that the rollout worker runs at once; None: as many as there are."""
     dataset: DatasetRef = DATASET
     rollout_activities: list[Callable[..., object]] | None = None
     """In place of the simulated `run_episode` and `collect_samples`."""
@@ -215,23 +219,27 @@ class Simulation:
             names.RECORD_RUN: self.record_run,
             names.PUBLISH_WEIGHTS: self.publish_weights,
             names.AWAIT_GROUPS: GroupActivities(client).await_groups,
+            names.AWAIT_EVALUATION: EvaluationActivities(client).await_evaluation,
+            names.STORE_EPISODES: store_episodes,
+            names.FINISH_EVALUATION: finish_evaluation,
         }
         light |= {replacement.__name__: replacement for replacement in self.light_activities}
         async with contextlib.AsyncExitStack() as stack:
+            rollout_queue = names.rollout_queue(task_queue) + self.rollout_queue_suffix
             health = HealthActivities(client, await stack.enter_async_context(build_http_client()))
             queues: dict[str, list[Callable[..., object]]] = {
                 task_queue: [*light.values(), health.await_server, health.survey_groups],
-                names.rollout_queue(task_queue) + self.rollout_queue_suffix: self.rollout_activities
-                or [self.run_episode, self.collect_samples],
+                rollout_queue: self.rollout_activities or [self.run_episode, self.collect_samples, open_evaluation],
                 names.train_queue(task_queue) + self.train_queue_suffix: [self.prepare_trainer, self.train_step],
             }
             for queue, queue_activities in queues.items():
                 worker = Worker(
                     client,
                     task_queue=queue,
-                    workflows=[TrainingRun, RolloutGroup] if queue == task_queue else [],
+                    workflows=[TrainingRun, RolloutGroup, Evaluation] if queue == task_queue else [],
                     activities=queue_activities,
                     interceptors=[BoundaryInterceptor()],
+                    max_concurrent_activities=self.rollout_slots if queue == rollout_queue else None,
                 )
                 await stack.enter_async_context(worker)
             yield

@@ -10,7 +10,7 @@ from temporalio.exceptions import ActivityError
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
     from everroll.contracts.health import Survey, SurveyRequest
-    from everroll.contracts.rollout import GroupResult
+    from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, GroupResult
     from everroll.contracts.spec import RunSpec
     from everroll.contracts.steering import SteeringRecord
     from everroll.contracts.training import (
@@ -159,6 +159,25 @@ class RunCalls:
             retry_policy=policies.RETRY_LOST_WORKERS,
             summary=f"version {weights.version} to {len(services.engine_urls)} engines",
         )
+
+    async def await_groups(self, groups: list[int], limit: timedelta) -> list[GroupResult]:
+        """Results of those of these groups that have ended, at least one, however an earlier generation of the run
+        started them.
+
+        Raises:
+            ActivityError: one of them failed.
+        """
+        awaited: AwaitGroupsResult = await workflow.execute_activity(
+            names.AWAIT_GROUPS,
+            AwaitGroupsRequest(run=self._spec.run.name, groups=groups),
+            result_type=AwaitGroupsResult,
+            start_to_close_timeout=limit,
+            schedule_to_close_timeout=limit,
+            heartbeat_timeout=policies.AWAIT_GROUP_HEARTBEAT,
+            retry_policy=policies.RETRY,
+            summary=f"{len(groups)} groups from {groups[0]}",
+        )
+        return awaited.results
 
     async def take_survey(self, groups: list[int]) -> Survey | None:
         """Ask Temporal what the run and its groups in flight wait for, by name. Best effort."""

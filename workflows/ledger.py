@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 
 from everroll.contracts.health import EpisodesReport
+from everroll.contracts.names import ATTEMPTS_PER_RESUME
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import GroupResult
 from everroll.contracts.spec import RunSpec
@@ -50,7 +51,7 @@ class Ledger:
         outstanding = len(self._state.in_flight) + len(self._state.ready) + self._num_in_training
         steps_left = min(self._spec.run.num_steps - self._state.step, 1 if stopping else self._spec.run.num_steps)
         limit = min(self._spec.rollout.max_staleness + 1, steps_left) * self._batch_size
-        excess = 0 if self._num_in_training else self._spec.rollout.oversample_groups
+        excess = 0 if self._num_in_training or not steps_left else self._spec.rollout.oversample_groups
         return outstanding < limit + excess
 
     def admit(self) -> int:
@@ -70,6 +71,11 @@ class Ledger:
     def next_to_admit(self) -> int:
         """The group that starts next."""
         return self._state.replay[0] if self._state.replay else self._state.next_group
+
+    def find_first_attempt(self, group: int) -> int:
+        """Where a group's attempts begin, so that each time it is played it has sessions of its own."""
+        per_time = self._spec.rollout.max_refills + 1
+        return self._state.num_resumes * ATTEMPTS_PER_RESUME + self._state.resampled.get(group, 0) * per_time
 
     def use(self, spec: RunSpec) -> None:
         """Go by other settings from now on: admission, and what is stale."""
@@ -214,7 +220,8 @@ class Ledger:
 
     def _may_sample_again(self, group: int) -> bool:
         policy, times = self._spec.rollout.on_stale, self._state.resampled.get(group, 0)
-        return policy == "refill" and times < MAX_STALE_REFILLS
+        fits = (times + 2) * (self._spec.rollout.max_refills + 1) <= ATTEMPTS_PER_RESUME
+        return policy == "refill" and times < MAX_STALE_REFILLS and fits
 
     def _sample_again(self, group: int, cause: Cause) -> None:
         state = self._state

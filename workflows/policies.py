@@ -105,3 +105,9 @@ def episode_start_to_close(rollout: RolloutSection) -> timedelta:
 def episode_schedule_to_close(rollout: RolloutSection) -> timedelta:
     """With all retries after lost workers, and the wait for a worker."""
     return timedelta(seconds=rollout.group_timeout_seconds) + calls_limit(rollout)
+
+
+def group_limit(rollout: RolloutSection) -> timedelta:
+    """Longest life of a group: its deadline, the longest time on hold, and what it may take to settle."""
+    seconds = rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds
+    return timedelta(seconds=seconds) + SETTLE_ALLOWANCE

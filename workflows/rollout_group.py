@@ -9,6 +9,7 @@ from typing import NoReturn
 from temporalio import workflow
 from temporalio.exceptions import ActivityError, FailureError, is_cancelled_exception
 from temporalio.exceptions import TimeoutError as TemporalTimeoutError
+from temporalio.workflow import ActivityCancellationType
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
@@ -18,6 +19,7 @@ with workflow.unsafe.imports_passed_through():
         BlobRef,
         CollectRequest,
         CollectResult,
+        EndGroupRequest,
         EpisodeKey,
         EpisodeOutcome,
         EpisodeReport,
@@ -45,6 +47,12 @@ class RolloutGroup:
         self.progress = request.progress or self._start_progress()
         self.hold_request = request.hold
         self.reporter = GroupReporter(names.run_workflow_id(request.run), request.group)
+        self.ended: Cause | None = None
+        """Why the run no longer waits for this group."""
+        self.closing = False
+        """True once no member may begin anything more."""
+        self.episodes_left = False
+        """Whether an episode goes on in spite of its cancellation: its session is left to the sweep."""
 
     @workflow.run
     async def run(self, request: GroupRequest) -> GroupResult:
@@ -80,6 +88,8 @@ class RolloutGroup:
             timeout = self.request.rollout.group_timeout_seconds
             text = f"the group ran past its deadline of {timeout} s, time on hold not counted"
             return await self._drop([], Cause(kind=CauseKind.DEADLINE, message=text))
+        if self.ended is not None:
+            return await self._drop(self.progress.members, self.ended)
         if any(member.status is SampleStatus.PENDING for member in self.progress.members):
             await self._continue_as_new()
         return await self._settle(self.progress.members)
@@ -95,28 +105,38 @@ class RolloutGroup:
         if request.number > self.hold_request.number:
             self.hold_request = request
 
+    @workflow.signal(name=names.SIGNAL_END, description="End the episodes, and settle as dropped")
+    def end_early(self, request: EndGroupRequest) -> None:
+        self.ended = self.ended or request.cause
+
     @property
     def held(self) -> bool:
         return self.hold_request.held
 
     async def _play_members_within(self) -> None:
-        """Play all members; time on hold does not count, but is bounded too.
+        """Play all members, unless the run ends the group; time on hold does not count, but is bounded too.
+
+        Returns or raises once no episode is under way: until then their sessions are in use.
 
         Raises:
             TimeoutError: the deadline has passed.
         """
         playing = asyncio.create_task(self._play_members())
         try:
-            while not playing.done():
-                if self.held:
-                    limit = self.request.rollout.abort_budget.max_pause_seconds
-                    await workflow.wait_condition(lambda: playing.done() or not self.held, timeout=limit)
-                    continue
-                since, remaining = workflow.time(), self.progress.remaining_seconds
-                await workflow.wait_condition(lambda: playing.done() or self.held, timeout=max(remaining, 0.0))
-                self.progress.remaining_seconds = remaining - (workflow.time() - since)
-            await playing
+            while not playing.done() and self.ended is None:
+                held, since = self.held, workflow.time()
+                limit = self.request.rollout.abort_budget.max_pause_seconds if held else self.progress.remaining_seconds
+                await workflow.wait_condition(
+                    lambda held=held: playing.done() or self.ended is not None or self.held != held,  # type: ignore[misc]
+                    timeout=max(limit, 0.0),
+                )
+                if not held:
+                    self.progress.remaining_seconds -= workflow.time() - since
+            if playing.done():
+                await playing
+                self.ended = None  # it came too late
         finally:
+            self.closing = True
             playing.cancel()
             await asyncio.gather(playing, return_exceptions=True)
 
@@ -126,8 +146,11 @@ class RolloutGroup:
         try:
             await asyncio.gather(*tasks)
         finally:
+            self.closing = True
             for task in tasks:
                 task.cancel()
+            _, running = await workflow.wait(tasks, timeout=policies.CANCEL_GRACE.total_seconds())
+            self.episodes_left = bool(running)
 
     async def _play_member(self, member: int) -> None:
         """Play a member until it is usable or has no attempt left; it stays pending where the history grows long."""
@@ -138,6 +161,7 @@ class RolloutGroup:
             if workflow.info().is_continue_as_new_suggested():
                 return
             outcome = await self._play_episode(pending)
+            self._stop_if_closing()
             self.reporter.note(outcome)
             refill = self._count_refills(pending.key)
             if not outcome.is_trainable:
@@ -149,6 +173,11 @@ class RolloutGroup:
                 await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, refill))
             key = pending.key.model_copy(update={"attempt": pending.key.attempt + 1})
             self.progress.members[member] = pending.model_copy(update={"key": key})
+
+    def _stop_if_closing(self) -> None:
+        """An activity that ends well in spite of its cancellation takes the cancellation with it."""
+        if self.closing:
+            raise asyncio.CancelledError
 
     def _count_refills(self, key: EpisodeKey) -> int:
         """0 for the first attempt that this group makes."""
@@ -168,6 +197,7 @@ class RolloutGroup:
             report = await self._run_episode(key)
         except ActivityError as error:
             report = EpisodeReport(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
+        self._stop_if_closing()
         if report.status is SampleStatus.ABORTED:
             return merge_outcome(pending, report, None)
         try:
@@ -207,6 +237,7 @@ class RolloutGroup:
             schedule_to_close_timeout=policies.episode_schedule_to_close(rollout),
             heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
+            cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
             summary=f"group {key.group} member {key.member}" + (f" refill {refill}" if refill else ""),
         )
         return report
@@ -230,7 +261,8 @@ class RolloutGroup:
             schedule_to_close_timeout=policies.calls_limit(rollout) * policies.ATTEMPTS_ALLOWANCE,
             heartbeat_timeout=timedelta(seconds=rollout.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
-            summary=f"session {key.session_id}",
+            cancellation_type=ActivityCancellationType.WAIT_CANCELLATION_COMPLETED,
+            summary=key.session_id,
         )
         return collected
 
@@ -285,7 +317,9 @@ class RolloutGroup:
         return manifest
 
     async def _release_sessions(self, limit: timedelta) -> None:
-        """Best effort: what happens here may not change what became of the group."""
+        """Best effort: what happens here may not change what became of the group. Sessions in use are left alone."""
+        if self.episodes_left:
+            return
         sessions = [
             names.session_id(member.key.run, member.key.group, member.key.member, attempt)
             for member in self.progress.members

@@ -32,7 +32,7 @@ from everroll.contracts import names
 from everroll.contracts.base import Payload
 from everroll.contracts.curriculum import PlanRequest, PlanResult
 from everroll.contracts.rollout import (
-    AwaitGroupRequest,
+    AwaitGroupsResult,
     BlobRef,
     CollectRequest,
     CollectResult,
@@ -261,8 +261,6 @@ class _RunReader:
             request = step
         elif name == names.PLAN_BLOCK:
             request = await self.decode(attributes.input, PlanRequest)
-        elif name == names.AWAIT_GROUP:
-            request = await self.decode(attributes.input, AwaitGroupRequest)
         self._scheduled[event.event_id] = (name, request)
 
     async def _take_completed(self, event: HistoryEvent) -> None:
@@ -270,9 +268,9 @@ class _RunReader:
         name, request = self._scheduled.pop(attributes.scheduled_event_id)
         if name == names.TRAIN_STEP and isinstance(request, TrainRequest):
             self.events.append(StepCompleted(request.step, await self.decode(attributes.result, TrainResult)))
-        elif name == names.AWAIT_GROUP and isinstance(request, AwaitGroupRequest):
-            result = await self.decode(attributes.result, GroupResult)
-            self.events.append(Settled(request.group, result, task=self._num_tasks))
+        elif name == names.AWAIT_GROUPS:
+            awaited = await self.decode(attributes.result, AwaitGroupsResult)
+            self.events += [Settled(result.group, result, task=self._num_tasks) for result in awaited.results]
         elif name == names.PLAN_BLOCK and isinstance(request, PlanRequest):
             plan = await self.decode(attributes.result, PlanResult)
             self.events.append(Planned(request.first_group, plan.prompts))

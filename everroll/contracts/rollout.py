@@ -261,6 +261,6 @@ class AwaitGroupsResult(Payload):
 
 
 class EndGroupRequest(Payload):
-    """Signal of a run to a group that it no longer waits for: end the episodes, and settle as dropped for this cause."""
+    """Signal of a run to a group that it no longer waits for: end the episodes and settle as dropped for this cause."""
 
     cause: Cause

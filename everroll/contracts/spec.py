@@ -147,9 +147,9 @@ class StragglersSpec(Spec):
     """[rollout.stragglers]: whether a step goes on without its slowest groups (docs/overlap.md)."""
 
     policy: Literal["wait", "drop"] = "wait"
-    """What becomes of the groups of a step that still play when its batch is complete. `wait`: they play on, for a later
-    step; with `max_staleness = 0` they will be stale then. `drop`: their episodes are ended at once, and the groups
-    dropped as `straggler`."""
+    """What becomes of the groups of a step that still play when its batch is complete. `wait`: they play on, for a
+    later step; with `max_staleness = 0` they will be stale then. `drop`: their episodes are ended at once, and the
+    groups dropped as `straggler`."""
     after_share: Annotated[float, Field(gt=0, le=1)] = 1.0
     """With `drop`: the share of the batch that must be ready for the others to count as stragglers. Below 1, those that
     are ended are replaced by new groups: a way out of hung environments, not a shorter step."""
