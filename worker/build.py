@@ -63,7 +63,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
             workflows=[TrainingRun, RolloutGroup],
             activities=[
                 runs.prepare_run,
-                groups.await_group,
+                groups.await_groups,
                 health.await_server,
                 health.survey_groups,
                 store_group,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 from collections.abc import Coroutine
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -29,7 +30,7 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
     from everroll.contracts.health import EpisodesReport, Pause, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
-    from everroll.contracts.rollout import AwaitGroupRequest, GroupRequest, GroupResult
+    from everroll.contracts.rollout import GroupRequest, GroupResult
     from everroll.contracts.steering import SetRequest, SkipRequest, SteeringRecord, SteerRequest
     from everroll.contracts.training import (
         Phase,
@@ -187,7 +188,11 @@ class TrainingRun:
             batch,
             trained,
             rollout_seconds=gathered - started,
+        watch = self.early_end.watch_step()
             train_seconds=applied - gathered,
+        if watch is not None:
+            watch.cancel()
+        self.early_end.end_stragglers()
             publish_seconds=workflow.time() - applied,
         )
         self._record_soon()
@@ -248,10 +253,7 @@ class TrainingRun:
                 raise self.fatal
 
     def _is_history_long(self) -> bool:
-        """Whether to continue as new: when the server says so, and re-attaching groups was not most of it."""
-        info = workflow.info()
-        enough = policies.EVENTS_PER_REATTACHED_GROUP * len(self.reattached)
-        return info.is_continue_as_new_suggested() and info.get_current_history_length() > enough
+        return workflow.info().is_continue_as_new_suggested()
 
     async def _take_survey(self) -> Survey | None:
         return await self.calls.take_survey(sorted(self.state.in_flight))
@@ -284,8 +286,9 @@ class TrainingRun:
     def _reattach_groups(self) -> None:
         """Groups that were in flight when the run continued as new still are."""
         self.reattached = sorted(self.state.in_flight)
-        for group in self.reattached:
-            self._follow(self._await_group(group))
+        num_awaits = min(policies.MAX_AWAITS, math.ceil(len(self.reattached) / policies.GROUPS_PER_AWAIT))
+        for number in range(num_awaits):
+            self._follow(self._await_groups(self.reattached[number::num_awaits]))
 
     def _follow(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
@@ -322,20 +325,15 @@ class TrainingRun:
             static_summary=f"group {group}, weights {self.ledger.weight_version}",
         )
 
-    async def _await_group(self, group: int) -> None:
+    async def _await_groups(self, groups: list[int]) -> None:
         try:
-            result: GroupResult = await workflow.execute_activity(
-                names.AWAIT_GROUP,
-                AwaitGroupRequest(workflow_id=names.group_workflow_id(self.spec.run.name, group), group=group),
-                result_type=GroupResult,
-                task_queue=self.spec.services.task_queue,
-                start_to_close_timeout=self._group_limit(),
-                schedule_to_close_timeout=self._group_limit(),
-                heartbeat_timeout=policies.AWAIT_GROUP_HEARTBEAT,
-                retry_policy=policies.RETRY,
-                summary=f"re-attached to group {group}",
-            )
-            self._settle(result)
+            while groups:
+                results = await self.calls.await_groups(groups, self._group_limit())
+                ended = {result.group for result in results}
+                groups = [group for group in groups if group not in ended]
+                for result in results:
+                    self._settle(result)
+            self.early_end.note_started(group)
         except Exception as error:
             self._fail(error)
 
@@ -385,6 +383,7 @@ class TrainingRun:
 
     async def _cancel_groups(self) -> None:
         """The run is over: no group goes on without it."""
+        self.early_end.note_settled(result.group)
         self.closing = True
         await self.pauses.close()
         orphans = [group for group in self.reattached if group in self.state.in_flight]
@@ -421,13 +420,11 @@ class TrainingRun:
             hold=self.pauses.hold,
             prompt_index=self.curriculum.find_prompt(group),
             run_dir=self.calls.run_dir,
-            first_attempt=self.state.num_resumes * names.ATTEMPTS_PER_RESUME,
+            first_attempt=self.ledger.find_first_attempt(group),
         )
 
     def _group_limit(self) -> timedelta:
-        """Longest life of a group: its deadline, and the longest time on hold."""
-        rollout = self.spec.rollout
-        return timedelta(seconds=rollout.group_timeout_seconds + rollout.abort_budget.max_pause_seconds)
+        return policies.group_limit(self.spec.rollout)
 
     def _can_close(self) -> bool:
         idle = not self.starting and not self.publisher.busy and not self.curriculum.planning
