@@ -43,6 +43,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
     from workflows.calls import RunCalls
     from workflows.curriculum import Curriculum
+    from workflows.early_end import EarlyEnd
     from workflows.ledger import Ledger
     from workflows.metrics import RunMetrics
     from workflows.pausing import PauseControl
@@ -75,6 +76,7 @@ class TrainingRun:
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
         self.watchdog = Watchdog(self.state.watch, self._take_survey, self._show)
+        self.early_end = EarlyEnd(self.spec, self.ledger, lambda: self.pauses.paused, self._follow)
         self.group_failure: BaseException | None = None
         self.followers: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
         self.reattached: list[int] = []
@@ -94,6 +96,7 @@ class TrainingRun:
                 await self._take_step()
                 if self._is_history_long() and not self._is_finished():
                     await self._continue_as_new()
+            await self._settle_surplus()
         except asyncio.CancelledError:
             self._note_cancel()
             raise
@@ -170,7 +173,11 @@ class TrainingRun:
         started = self.state.rollout_started_at or workflow.time()
         self.state.rollout_started_at = started
         self._admit_groups()
+        watch = self.early_end.watch_step()
         await self._wait_for_batch()
+        if watch is not None:
+            watch.cancel()
+        self.early_end.end_stragglers()
         batch = self.ledger.take_batch()
         mark = self.ledger.take_mark()
         self.state.rollout_started_at = None
@@ -188,11 +195,7 @@ class TrainingRun:
             batch,
             trained,
             rollout_seconds=gathered - started,
-        watch = self.early_end.watch_step()
             train_seconds=applied - gathered,
-        if watch is not None:
-            watch.cancel()
-        self.early_end.end_stragglers()
             publish_seconds=workflow.time() - applied,
         )
         self._record_soon()
@@ -215,6 +218,18 @@ class TrainingRun:
             workflow.logger.warning("the run directory lacks the latest records: %s", error.cause)
         with contextlib.suppress(TimeoutError):
             await workflow.wait_condition(workflow.all_handlers_finished, timeout=policies.LIGHT_START_TO_CLOSE)
+
+    async def _settle_surplus(self) -> None:
+        """All steps are taken: what was started in excess of them is settled too, so that no prompt is left open."""
+        if self.state.step < self.spec.run.num_steps:
+            return  # stopped: the run may be resumed
+        self.ledger.drop_surplus()
+        self.early_end.end_groups(sorted(self.state.in_flight), CauseKind.SURPLUS, "the run completed without it")
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(
+                lambda: not self.state.in_flight or self.fatal is not None, timeout=self._group_limit()
+            )
+        self.ledger.drop_surplus()
 
     def _on_pause_change(self) -> None:
         if not self.pauses.paused:
@@ -301,6 +316,7 @@ class TrainingRun:
             hold = self.pauses.hold
             child = await self._start_group(group)
             self.starting.discard(group)
+            self.early_end.note_started(group)
             self._admit_groups()
             if self.pauses.hold != hold:
                 self.pauses.tell_group(group)
@@ -333,7 +349,6 @@ class TrainingRun:
                 groups = [group for group in groups if group not in ended]
                 for result in results:
                     self._settle(result)
-            self.early_end.note_started(group)
         except Exception as error:
             self._fail(error)
 
@@ -345,6 +360,7 @@ class TrainingRun:
             result = result.model_copy(update={"manifest": None, "dropped": skipped})
         # A group that was ended from outside could not record it.
         self.ledger.settle(result, recorded=result.dropped is None or result.dropped.kind is not CauseKind.SKIPPED)
+        self.early_end.note_settled(result.group)
         self._record_soon()
         self.metrics.count_group(result)
         self.watchdog.note_progress()
@@ -383,7 +399,6 @@ class TrainingRun:
 
     async def _cancel_groups(self) -> None:
         """The run is over: no group goes on without it."""
-        self.early_end.note_settled(result.group)
         self.closing = True
         await self.pauses.close()
         orphans = [group for group in self.reattached if group in self.state.in_flight]
@@ -427,7 +442,7 @@ class TrainingRun:
         return policies.group_limit(self.spec.rollout)
 
     def _can_close(self) -> bool:
-        idle = not self.starting and not self.publisher.busy and not self.curriculum.planning
+        idle = not (self.starting or self.publisher.busy or self.curriculum.planning or self.early_end.busy)
         return idle and workflow.all_handlers_finished()
 
     # What people see and say
