@@ -35,6 +35,7 @@ ALLOWED = {
     "workflows/training_run.py:_continue_as_new:wait_condition": "the server confirms starts, publishing has its own "
     "deadline, handlers do not wait",
     "workflows/rollout_group.py:_play_member:wait_condition": "the group's deadline ends it, and the pause's limit",
+    "activities/runs.py:await_groups:wait": "Temporal ends the activity by its schedule_to_close",
     "activities/runs.py:_await_group:result": "Temporal ends the activity by its schedule_to_close",
     "activities/training.py:_run:wait": "a step that has begun is finished; Temporal has given the activity up already",
     "everroll/client.py:result:result": "a caller that wants a run's result waits as long as the run takes",
