@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 import httpx
 from temporalio import activity
@@ -21,6 +22,7 @@ from everroll.contracts.rollout import (
     SamplesRef,
     StoreGroupRequest,
 )
+from everroll.run_record import RunRecordDirectory
 from everroll.sessions.client import CollectedSamples, EmptySamples, SessionClient
 from everroll.store import open_store
 from everroll.tokens.samples import MalformedSamplesError, SampleSet
@@ -89,7 +91,7 @@ class CollectionActivities:
 
 @activity.defn(name=names.STORE_GROUP)
 async def store_group(request: StoreGroupRequest) -> BlobRef:
-    """Write a group's manifest: what the trainer reads, and the proof of what was settled."""
+    """Write a group's manifest, which the trainer reads, and the record that tells a resumed run that it is ready."""
     manifest = GroupManifest(
         run=request.run,
         group=request.group,
@@ -98,7 +100,11 @@ async def store_group(request: StoreGroupRequest) -> BlobRef:
     )
     body = manifest.model_dump_json().encode()
     prefix = f"{request.run}/groups/{request.group:08d}"
-    return await asyncio.to_thread(open_store(request.store_url).put, prefix, ".json", body)
+    reference = await asyncio.to_thread(open_store(request.store_url).put, prefix, ".json", body)
+    if request.run_dir is not None and request.result is not None:
+        settled = request.result.model_copy(update={"manifest": reference})
+        await asyncio.to_thread(RunRecordDirectory(Path(request.run_dir)).write_settled, settled)
+    return reference
 
 
 def _store_samples(request: CollectRequest, collected: CollectedSamples) -> BlobRef:

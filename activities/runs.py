@@ -10,6 +10,7 @@ from temporalio import activity
 from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError, CancelledError, FailureError, TerminatedError
 
+from activities.claims import plan_claim, take_claim
 from activities.heartbeats import heartbeating
 from activities.preflight import Preflight
 from everroll.contracts import names
@@ -39,11 +40,14 @@ class RunActivities:
     async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
         """
         Raises:
-            ConfigurationError: a list of everything that is not as it must be.
+            ConfigurationError: a list of everything that is not as it must be, or the run directory is not the run's.
         """
         async with heartbeating("checking services, reading the data set"):
-            dataset = await self._preflight.check(request.spec)
-        return PrepareRunResult(dataset=_build_reference(request.spec, dataset))
+            claim = await asyncio.to_thread(plan_claim, request)
+            dataset = await self._preflight.check(claim.spec)
+            reference = _build_reference(claim.spec, dataset)
+            await asyncio.to_thread(take_claim, claim, reference, request)
+        return PrepareRunResult(dataset=reference)
 
 
 class GroupActivities:

@@ -21,7 +21,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from everroll.contracts.base import Payload
-from everroll.contracts.training import GroupBatchItem, TrainRequest, TrainResult
+from everroll.contracts.training import GroupBatchItem, LedgerMark, TrainRequest, TrainResult
 from everroll.store import write_durably
 from trainer.durable import remove_leftovers
 from trainer.errors import CheckpointError, RunInUseError
@@ -37,6 +37,8 @@ class AppliedStep(Payload):
     weights_sha256: dict[str, str]
     """Of each weights file, to see whether training the same batch again gave the same weights."""
     result: TrainResult
+    mark: LedgerMark | None = None
+    """Where the run's ledger stood when it took the batch."""
 
 
 class RunDirectory:

@@ -73,6 +73,10 @@ class Trainer:
                 if version > 0:
                     raise CheckpointError(f"{run.root} has {version} applied steps but no complete checkpoint")
                 self._start(run, request)
+            if not is_complete(run.weights(version)):
+                # Of a fork from a step whose weights were let go of.
+                self._reach(run, version, request, _ignore)
+                save_weights(run, self._collect(), version)
             return self._published(run, version)
 
     def train_step(self, request: TrainRequest, on_progress: Progress) -> TrainResult:
@@ -146,7 +150,9 @@ class Trainer:
         save_weights(run, policy, step=0)
         self._save_checkpoint(run, policy, step=0, record=None)
 
-    def _reach(self, run: RunDirectory, version: int, request: TrainRequest, on_progress: Progress) -> int:
+    def _reach(
+        self, run: RunDirectory, version: int, request: TrainRequest | PrepareTrainerRequest, on_progress: Progress
+    ) -> int:
         """Get to `version`: it is in memory, or the newest checkpoint and the stored batches since lead to it.
 
         Returns how many steps gave other weights than the first time.
@@ -279,7 +285,7 @@ def _build_record(
     weights = Weights(version=request.step, path=str(run.weights(request.step)))
     hashes = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(WEIGHTS_SUFFIX)}
     result = TrainResult(step=request.step, weights=weights, metrics=metrics)
-    return AppliedStep(batch=request.batch, weights_sha256=hashes, result=result)
+    return AppliedStep(batch=request.batch, weights_sha256=hashes, result=result, mark=request.mark)
 
 
 def _commit(run: RunDirectory, record: AppliedStep) -> None:

@@ -18,6 +18,7 @@ from activities.curriculum import CurriculumActivities
 from activities.episodes import EpisodeActivities
 from activities.preflight import Preflight
 from activities.publishing import PublishingActivities
+from activities.restoring import RunDirectoryActivities
 from activities.runs import GroupActivities, HealthActivities, RunActivities
 from everroll.agents import AgentClients
 from everroll.contracts import names
@@ -54,6 +55,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
     async with build_http_client() as http, open_client_session(api_key=settings.engine_api_key) as engine_session:
         runs = RunActivities(Preflight(http, engine_session, settings.admin_key))
         groups = GroupActivities(client)
+        directories = RunDirectoryActivities(client)
         health = HealthActivities(client, http)
         collection = CollectionActivities(http, settings.admin_key)
         publishing = PublishingActivities(engine_session)
@@ -63,6 +65,8 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
             workflows=[TrainingRun, RolloutGroup],
             activities=[
                 runs.prepare_run,
+                directories.record_run,
+                directories.restore_run,
                 groups.await_groups,
                 health.await_server,
                 health.survey_groups,

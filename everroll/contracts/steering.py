@@ -141,6 +141,11 @@ def find_differences(old: RunSpec, new: RunSpec, keys: Sequence[str]) -> dict[st
     }
 
 
+def describe_changes(changes: Mapping[str, Change]) -> str:
+    """A line for each, with both values."""
+    return "\n".join(f"- {key}: {change.old!r} before, {change.new!r} now" for key, change in changes.items())
+
+
 def _find_key(name: str, changeable: Sequence[str]) -> str | None:
     found = [key for key in changeable if key == name or key.rpartition(".")[2] == name]
     return found[0] if len(found) == 1 else None
