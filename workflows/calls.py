@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import timedelta
 
 from temporalio import workflow
-from temporalio.exceptions import ActivityError
+from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
@@ -192,6 +193,8 @@ class RunCalls:
                 summary="no progress for a while",
             )
         except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise asyncio.CancelledError from error  # the run ends, and waits for the watchdog
             workflow.logger.warning("no survey could be taken: %s", error.cause)
             return None
         return survey

@@ -7,12 +7,15 @@ import time
 from datetime import timedelta
 
 import pytest
+from temporalio import activity
 from temporalio.client import WorkflowHandle
 
+from activities.runs import HealthActivities
 from everroll import survey as survey_module
 from everroll.cli.progress import list_attention
 from everroll.client import EverrollClient, RunView
 from everroll.contracts import names
+from everroll.contracts.health import Survey, SurveyRequest
 from everroll.contracts.training import PrepareTrainerRequest, TrainingRunResult
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec
@@ -101,6 +104,27 @@ async def test_rollouts_without_a_worker_are_named(client: EverrollClient, run_n
     assert view.status.survey is not None
     assert view.status.survey.num_waiting == 4
     assert all(item.stuck and item.since > started - 5 for item in view.status.survey.waiting)
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_run_ends_while_a_survey_is_under_way(
+    client: EverrollClient, run_name: str, task_queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The watchdog is ended with the run, whatever it waits for."""
+    asked, answer = asyncio.Event(), asyncio.Event()
+
+    @activity.defn(name=names.SURVEY_GROUPS)
+    async def take_slow_survey(self: HealthActivities, request: SurveyRequest) -> Survey:
+        asked.set()
+        await asyncio.wait_for(answer.wait(), 60)
+        return Survey(taken_at=time.time())
+
+    monkeypatch.setattr(HealthActivities, "survey_groups", take_slow_survey)
+    async with Simulation(gate=asyncio.Event()).workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await asyncio.wait_for(asked.wait(), 30)
+        await cancel(client, run_name)
+        answer.set()
 
 
 @pytest.mark.usefixtures("impatient")
