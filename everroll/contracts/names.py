@@ -48,6 +48,7 @@ UPDATE_RESUME = "resume"
 UPDATE_STOP = "stop"
 UPDATE_SET = "set"
 UPDATE_SKIP = "skip"
+UPDATE_EVALUATE = "evaluate"
 
 # Signals of RolloutGroup
 SIGNAL_HOLD = "hold"
@@ -66,7 +67,7 @@ DEFAULT_TASK_QUEUE = "everroll"
 DEFAULT_EVALUATION = "eval"
 """Name of a run's set of prompts for evaluation when there is one only."""
 
-ATTEMPTS_PER_RESUME = 1000
+ATTEMPTS_PER_RESUME = 10_000
 """Groups that a resumed run plays again count their attempts from here on, so that they get sessions of their own."""
 
 
