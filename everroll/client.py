@@ -6,10 +6,15 @@ Workflows are started by name: this module imports none of them.
 from __future__ import annotations
 
 import asyncio
+import getpass
+import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta
+from typing import TypeVar
 
 import temporalio.service
+from pydantic import ValidationError
 from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest, ListSearchAttributesRequest
 from temporalio.client import (
@@ -26,10 +31,18 @@ from temporalio.service import RPCError, RPCStatusCode
 from everroll.contracts import names
 from everroll.contracts.health import Survey
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.steering import SteerRequest
-from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
+from everroll.contracts.steering import JsonValue, SetRequest, SkipRequest, SteeringRecord, SteerRequest
+from everroll.contracts.training import (
+    ForkOrigin,
+    ResumeRequest,
+    RunStatus,
+    TrainingRunRequest,
+    TrainingRunResult,
+)
 from everroll.survey import find_groups, survey_run
 from everroll.temporal import build_plugin
+
+_R = TypeVar("_R", bound=SteerRequest)
 
 _STEP_ATTRIBUTE = SearchAttributeKey.for_int(names.SEARCH_STEP)
 _PHASE_ATTRIBUTE = SearchAttributeKey.for_keyword(names.SEARCH_PHASE)
@@ -171,17 +184,7 @@ class EverrollClient:
             RunExistsError: the name has been used.
         """
         try:
-            await self.temporal.start_workflow(
-                names.TRAINING_RUN,
-                TrainingRunRequest(spec=spec),
-                id=names.run_workflow_id(spec.run.name),
-                task_queue=spec.services.task_queue,
-                id_reuse_policy=WorkflowIDReusePolicy.REJECT_DUPLICATE,
-                id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
-                static_summary=f"{spec.run.num_steps} steps of {spec.rollout.groups_per_step} groups "
-                f"x {spec.rollout.episodes_per_group} episodes",
-                rpc_timeout=_RPC_TIMEOUT,
-            )
+            await self._begin(spec, TrainingRunRequest(spec=spec), WorkflowIDReusePolicy.REJECT_DUPLICATE)
         except WorkflowAlreadyStartedError as error:
             raise RunExistsError(f"a run named {spec.run.name!r} exists already; choose another run.name") from error
 
@@ -219,16 +222,14 @@ class EverrollClient:
             survey=waiting,
         )
 
-    async def stop(self, run: str) -> None:
+    async def stop(self, run: str, reason: str = "") -> None:
         """Ask a run to stop after the step it is in.
 
         Raises:
             RunNotFoundError: no such run, or it has ended.
+            SteeringError: it is asked to already.
         """
-        try:
-            await self._handle(run).signal(names.SIGNAL_STOP, rpc_timeout=_RPC_TIMEOUT)
-        except RPCError as error:
-            raise _translate(error, run) from error
+        await self._steer(run, names.UPDATE_STOP, _build_request(SteerRequest, reason))
 
     async def pause(self, run: str, reason: str = "") -> None:
         """Start no new group and no new episode until `resume`.
@@ -237,35 +238,110 @@ class EverrollClient:
             RunNotFoundError: no such run, or it has ended.
             SteeringError: it is paused already.
         """
-        await self._steer(run, names.UPDATE_PAUSE, reason)
+        await self._steer(run, names.UPDATE_PAUSE, _build_request(SteerRequest, reason))
 
     async def resume(self, run: str, reason: str = "") -> None:
-        """Go on after a pause, whoever began it.
+        """Go on after a pause, whoever began it. `resume_ended` is for a run that has ended.
 
         Raises:
             RunNotFoundError: no such run, or it has ended.
             SteeringError: it is not paused.
         """
-        await self._steer(run, names.UPDATE_RESUME, reason)
+        await self._steer(run, names.UPDATE_RESUME, _build_request(SteerRequest, reason))
 
-    async def _steer(self, run: str, update: str, reason: str) -> None:
+    async def set_values(self, run: str, values: Mapping[str, JsonValue], reason: str = "") -> SteeringRecord:
+        """Change settings of a running run, by their keys in the run file; docs/steering.md says from when they count.
+
+        Raises:
+            RunNotFoundError: no such run, or it has ended.
+            SteeringError: a key cannot change, a value is not valid, or all are in force already; all faults at once.
+        """
+        request = _build_request(SetRequest, reason, values=dict(values))
+        return SteeringRecord.model_validate(await self._steer(run, names.UPDATE_SET, request))
+
+    async def skip(self, run: str, group: int, reason: str = "") -> None:
+        """Drop a group that is in flight or ready.
+
+        Raises:
+            RunNotFoundError: no such run, or it has ended.
+            SteeringError: the group has not started, is being trained, or is settled.
+        """
+        await self._steer(run, names.UPDATE_SKIP, _build_request(SkipRequest, reason, group=group))
+
+    async def _steer(self, run: str, update: str, request: SteerRequest) -> object:
         try:
-            await self._handle(run).execute_update(update, SteerRequest(reason=reason), rpc_timeout=_STEER_TIMEOUT)
+            return await self._handle(run).execute_update(update, request, rpc_timeout=_STEER_TIMEOUT)
         except temporalio.client.WorkflowUpdateFailedError as error:
-            raise SteeringError(f"run {run}: {describe_failure(error.cause)}") from error
+            text = error.cause.message if isinstance(error.cause, FailureError) else str(error.cause)
+            raise SteeringError(f"run {run}: {text}") from error
         except RPCError as error:
             raise _translate(error, run) from error
 
-    async def cancel(self, run: str) -> None:
+    async def cancel(self, run: str, reason: str = "") -> None:
         """Cancel a run at once; its groups in flight are cancelled with it.
 
         Raises:
             RunNotFoundError: no such run.
         """
+        text = f"by {name_person()}" + (f": {reason}" if reason else "")
         try:
-            await self._handle(run).cancel(rpc_timeout=_RPC_TIMEOUT)
+            await self._handle(run).cancel(reason=text, rpc_timeout=_RPC_TIMEOUT)
         except RPCError as error:
             raise _translate(error, run) from error
+
+    async def read_start(self, run: str) -> TrainingRunRequest:
+        """What the newest execution of a run was started with.
+
+        Raises:
+            RunNotFoundError: Temporal does not know the run.
+        """
+        try:
+            async for event in self._handle(run).fetch_history_events(page_size=1, rpc_timeout=_RPC_TIMEOUT):
+                payloads = event.workflow_execution_started_event_attributes.input.payloads
+                values = await self.temporal.data_converter.decode(payloads, [TrainingRunRequest])
+                return TrainingRunRequest.model_validate(values[0])
+        except RPCError as error:
+            raise _translate(error, run) from error
+        raise RunNotFoundError(f"run {run!r} has no history")
+
+    async def resume_ended(self, spec: RunSpec, resume: ResumeRequest) -> None:
+        """Go on with a run that has ended, from what lies in its directory: nothing that is settled runs again.
+
+        Works with a Temporal server that has never heard of it. `spec` says where the directory is
+        (`run.output_dir`/`run.name`); its settings count with `resume.from_file` only.
+
+        Raises:
+            SteeringError: it is running.
+        """
+        try:
+            await self._begin(spec, TrainingRunRequest(spec=spec, resume=resume), WorkflowIDReusePolicy.ALLOW_DUPLICATE)
+        except WorkflowAlreadyStartedError as error:
+            raise SteeringError(f"run {spec.run.name} is running; there is nothing to resume") from error
+
+    async def fork(self, spec: RunSpec, origin: ForkOrigin, resume: ResumeRequest) -> None:
+        """Start a run from a step of another. `spec.run` names it and says where its directory will be; the other
+        settings count with `resume.from_file` only, else they are the other run's.
+
+        Raises:
+            RunExistsError: the name has been used.
+        """
+        request = TrainingRunRequest(spec=spec, resume=resume, fork=origin)
+        try:
+            await self._begin(spec, request, WorkflowIDReusePolicy.REJECT_DUPLICATE)
+        except WorkflowAlreadyStartedError as error:
+            raise RunExistsError(f"a run named {spec.run.name!r} exists already; choose another --name") from error
+
+    async def _begin(self, spec: RunSpec, request: TrainingRunRequest, reuse: WorkflowIDReusePolicy) -> None:
+        await self.temporal.start_workflow(
+            names.TRAINING_RUN,
+            request,
+            id=names.run_workflow_id(spec.run.name),
+            task_queue=spec.services.task_queue,
+            id_reuse_policy=reuse,
+            id_conflict_policy=WorkflowIDConflictPolicy.FAIL,
+            static_summary=_summarize(request),
+            rpc_timeout=_RPC_TIMEOUT,
+        )
 
     async def result(self, run: str) -> TrainingRunResult:
         """Wait until a run has ended.
@@ -363,6 +439,36 @@ def _read_indexed(description: WorkflowExecutionDescription) -> IndexedStatus:
         phase=attributes.get(_PHASE_ATTRIBUTE),
         reward=attributes.get(_REWARD_ATTRIBUTE),
     )
+
+
+def name_person() -> str:
+    """Who steers, as far as this machine knows."""
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):
+        user = "unknown"
+    return f"{user}@{socket.gethostname()}"[:300]
+
+
+def _build_request(kind: type[_R], reason: str, **values: object) -> _R:
+    """
+    Raises:
+        SteeringError: the reason is too long, or no single line.
+    """
+    try:
+        return kind.model_validate({"reason": reason, "by": name_person(), **values})
+    except ValidationError as error:
+        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
+        raise SteeringError(f"cannot be asked: {faults}") from error
+
+
+def _summarize(request: TrainingRunRequest) -> str:
+    """In the web UI's list."""
+    run, rollout, origin = request.spec.run, request.spec.rollout, request.fork
+    if origin is not None:
+        return f"forked from {origin.run} at step {origin.step}"
+    how = "resumed: " if request.resume is not None else ""
+    return f"{how}{run.num_steps} steps of {rollout.groups_per_step} groups x {rollout.episodes_per_group} episodes"
 
 
 async def _nothing() -> None:
