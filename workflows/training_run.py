@@ -91,6 +91,8 @@ class TrainingRun:
             self._follow(self.watchdog.watch())
             self.pauses.restore()
             self._reattach_groups()
+            if self.state.num_resumes:
+                self.ledger.use(self.spec)  # the bounds hold at once
             await self._prepare(request)
             while not self._is_finished():
                 await self._take_step()
@@ -166,6 +168,7 @@ class TrainingRun:
         self.closing = True
         await workflow.wait_condition(self._can_close)
         self.followers.clear()
+        self.reattached.clear()
         workflow.continue_as_new(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
 
     async def _take_step(self) -> None:
