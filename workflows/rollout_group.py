@@ -145,12 +145,13 @@ class RolloutGroup:
         tasks = [asyncio.create_task(self._play_member(member)) for member in range(len(self.progress.members))]
         try:
             await asyncio.gather(*tasks)
-        finally:
+        except (Exception, asyncio.CancelledError):  # not what ends a coroutine whose workflow leaves the cache
             self.closing = True
             for task in tasks:
                 task.cancel()
             _, running = await workflow.wait(tasks, timeout=policies.CANCEL_GRACE.total_seconds())
             self.episodes_left = bool(running)
+            raise
 
     async def _play_member(self, member: int) -> None:
         """Play a member until it is usable or has no attempt left; it stays pending where the history grows long."""
