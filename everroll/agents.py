@@ -250,7 +250,7 @@ def _parse_command_output(stdout: bytes) -> Any:
         return None
     try:
         return json.loads(lines[-1])
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise AgentError(f"the last line of output is neither a number nor JSON: {lines[-1]!r:.200}") from error
 
 
@@ -273,8 +273,11 @@ def check_result(value: Any, reward_key: str) -> AgentResult:
 def _check_number(value: Any, name: str) -> float:
     # numpy and torch scalars count as numbers; strings that look like one do not.
     if isinstance(value, (str, bytes)) or not hasattr(value, "__float__"):
-        raise AgentError(f"{name} is {value!r}, not a number")
-    number = float(value)
+        raise AgentError(f"{name} is {value!r:.200}, not a number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:  # an array of several, a huge integer
+        raise AgentError(f"{name} is {value!r:.200}, not a number: {error}") from error
     if not math.isfinite(number):
         raise AgentError(f"{name} is {number}, not finite")
     return number

@@ -12,6 +12,7 @@ TrainingError (all others)                                     TERMINAL, Trainin
 EngineUnavailableError (while publishing)                      TRANSIENT: tried again; past the budget the run pauses
 EngineError (all others, while publishing)                     TERMINAL, PublishError: an engine refused new weights
 StoreError                                                     TERMINAL, StoreError: the store is unwritable or corrupt
+RPCError (Temporal is away or overloaded)                      TRANSIENT: tried again until the activity's deadline
 everything else                                                TERMINAL, ProgrammingError
 
 Error tree of Everroll itself:
@@ -33,6 +34,7 @@ from enum import Enum
 
 import httpx
 from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.contracts.outcomes import (
     BadAnswerError,
@@ -46,6 +48,18 @@ from everroll.engines.base import EngineError, EngineUnavailableError
 from everroll.store import StoreError
 
 _BODY_LIMIT = 2000
+_REFUSALS = frozenset(
+    {
+        RPCStatusCode.INVALID_ARGUMENT,
+        RPCStatusCode.NOT_FOUND,
+        RPCStatusCode.ALREADY_EXISTS,
+        RPCStatusCode.PERMISSION_DENIED,
+        RPCStatusCode.FAILED_PRECONDITION,
+        RPCStatusCode.UNIMPLEMENTED,
+        RPCStatusCode.UNAUTHENTICATED,
+    }
+)
+"""What Temporal answers when asking it again cannot help; any other status passes."""
 
 
 class ServerStatusError(RuntimeError):
@@ -77,6 +91,7 @@ class Verdict:
     """Set exactly for TRANSIENT."""
 
 
+_PROGRAMMING = Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)
 # The first row that matches decides.
 _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((asyncio.CancelledError,), Verdict(Outcome.CANCELLED)),
@@ -93,12 +108,15 @@ _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((EngineUnavailableError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((EngineError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),
     ((StoreError,), Verdict(Outcome.TERMINAL, ErrorType.STORE)),
-    ((BaseException,), Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)),
+    ((RPCError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
+    ((BaseException,), _PROGRAMMING),
 ]
 
 
 def classify(error: BaseException) -> Verdict:
     """Look an exception up in the table."""
+    if isinstance(error, RPCError) and error.status in _REFUSALS:
+        return _PROGRAMMING
     return next(verdict for types, verdict in _TABLE if isinstance(error, types))
 
 

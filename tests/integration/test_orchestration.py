@@ -107,6 +107,7 @@ async def test_drop_policy_drops_the_whole_group(client: EverrollClient, run_nam
         result = await client.result(run_name)
         view = await client.status(run_name)
     assert result.dropped_groups == {"transport": 1}
+    assert len(simulation.episodes) == 5 * 2, "no member is sampled again"
     assert [[item.group for item in request.batch] for request in simulation.trained] == [[0, 2], [3, 4]]
     assert 1 not in simulation.stored
     assert f"{run_name}-1-0-0" in simulation.released

@@ -64,7 +64,21 @@ def test_an_agent_that_cannot_be_imported_is_a_configuration_error(path: str) ->
         load_agent_function(path)
 
 
-@pytest.mark.parametrize("value", ["0.5", float("nan"), float("inf"), [1.0], {"score": 1.0}, b"1", {"reward": None}])
+@pytest.mark.parametrize(
+    "value",
+    [
+        "0.5",
+        float("nan"),
+        float("inf"),
+        [1.0],
+        {"score": 1.0},
+        b"1",
+        {"reward": None},
+        np.array([0.5, 1.0]),
+        np.array(["0.5"]),
+        10**400,
+    ],
+)
 def test_results_that_are_no_reward(value: Any) -> None:
     with pytest.raises(AgentError):
         check_result(value, "reward")

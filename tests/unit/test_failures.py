@@ -7,7 +7,8 @@ import inspect
 
 import httpx
 import pytest
-from temporalio.exceptions import ApplicationError
+from temporalio.exceptions import ApplicationError, ApplicationErrorCategory
+from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.contracts.outcomes import BadAnswerError, BusyError, CauseKind, ErrorType, TrainingError
 from everroll.engines.base import EngineRejectedError, EngineUnavailableError, WeightUpdateError
@@ -19,6 +20,7 @@ from everroll.failures import (
     classify,
     raise_for_status,
     to_application_error,
+    to_transient_application_error,
 )
 from everroll.store import StoreError
 from everroll.tokens.samples import MalformedSamplesError
@@ -139,6 +141,22 @@ def test_timeouts_of_the_standard_library_and_engines_that_are_away_are_transien
     assert classify(TimeoutError()).cause_kind is TIMEOUT
     assert classify(BusyError("held")).cause_kind is CauseKind.BUSY
     assert classify(EngineUnavailableError("GET", "http://x", "away")).cause_kind is TRANSPORT
+
+
+def test_temporal_that_is_away_is_transient_and_one_that_refuses_is_not() -> None:
+    away = RPCError("tcp connect error", RPCStatusCode.UNAVAILABLE, b"")
+    refused = RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
+    assert classify(away).cause_kind is TRANSPORT
+    assert to_application_error(refused).type == ErrorType.PROGRAMMING.value
+
+
+def test_a_transient_error_is_routine_and_keeps_its_cause() -> None:
+    """One that an activity could not absorb: Temporal tries again, without an error in its log."""
+    mapped = to_transient_application_error(EngineUnavailableError("GET", "http://x", "away"), "[publish]")
+    assert not mapped.non_retryable
+    assert mapped.type == "transport"
+    assert mapped.category is ApplicationErrorCategory.BENIGN
+    assert mapped.details[0].server == "http://x"
 
 
 def test_cancellation_is_cancellation() -> None:
