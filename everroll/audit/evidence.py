@@ -109,6 +109,8 @@ class RunHistory:
     """`running`, `completed`, `failed`, `canceled`, `terminated` or `timed_out`."""
     stopped: bool = False
     """Asked to stop before its last step."""
+    num_surplus: int = 0
+    """Groups that it counts as started in excess, once it has completed."""
 
 
 # A group's history

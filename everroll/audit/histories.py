@@ -31,6 +31,7 @@ from everroll.audit.report import AuditInputError
 from everroll.contracts import names
 from everroll.contracts.base import Payload
 from everroll.contracts.curriculum import PlanRequest, PlanResult
+from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.rollout import (
     AwaitGroupsResult,
     BlobRef,
@@ -99,7 +100,12 @@ class HistoryReader:
         if spec is None:
             raise AuditInputError(f"run {self._run} has no history")
         return RunHistory(
-            spec=spec, dataset=dataset, generations=generations, state=reader.state, stopped=reader.stopped
+            spec=spec,
+            dataset=dataset,
+            generations=generations,
+            state=reader.state,
+            stopped=reader.stopped,
+            num_surplus=reader.num_surplus,
         )
 
     async def read_start(self) -> TrainingRunRequest:
@@ -198,6 +204,7 @@ class _RunReader:
     events: list[RunEvent] = field(default_factory=list)
     state: str = "running"
     stopped: bool = False
+    num_surplus: int = 0
     _num_tasks: int = 0
     """Workflow tasks completed."""
     _children: dict[int, int] = field(default_factory=dict)
@@ -230,7 +237,9 @@ class _RunReader:
             self.state = _RUN_STATES[kind]
             if kind == EventType.EVENT_TYPE_WORKFLOW_EXECUTION_COMPLETED:
                 payloads = event.workflow_execution_completed_event_attributes.result
-                self.stopped = (await self.decode(payloads, TrainingRunResult)).stopped
+                result = await self.decode(payloads, TrainingRunResult)
+                self.stopped = result.stopped
+                self.num_surplus = result.dropped_groups.get(CauseKind.SURPLUS.value, 0)
 
     async def _take_initiated(self, event: HistoryEvent) -> None:
         initiated = event.start_child_workflow_execution_initiated_event_attributes

@@ -1,7 +1,8 @@
 """I1 and the order of I3 from the run's own history: what became of every group that was dispensed. Pure.
 
 The events are folded as the run's ledger does it, written anew: dispensed groups are in flight, then ready or dropped,
-and a batch is the lowest-numbered ready groups that are not stale.
+and a batch is the lowest-numbered ready groups that are not stale. A stale group may be dispensed again, where that is
+the policy; what is left over when the run has taken all its steps is surplus.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from everroll.audit.evidence import (
     StepScheduled,
 )
 from everroll.audit.report import Breach, Findings, Invariant
+from everroll.contracts.names import ATTEMPTS_PER_RESUME
 from everroll.contracts.rollout import GroupRequest, GroupResult
 from everroll.contracts.training import RunState, TrainRequest, TrainResult
 
+_MAX_STALE_REFILLS = 3
 ONCE = "prompts dispensed in order and settled once"
 PLANNED = "prompts are the curriculum's, where there is one"
 CARRIED = "state carried through continue-as-new"
@@ -71,6 +74,9 @@ class _Fold:
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}
         """Group to the workflow task during which it came in."""
+        self._times_stale: dict[int, int] = {}
+        self._again: set[int] = set()
+        """Stale groups that are to be dispensed again."""
         self._ended_last: list[int] = []
         """Groups ended from outside since the run did anything: at the end of its history, the run itself did it."""
 
@@ -97,9 +103,14 @@ class _Fold:
     def _dispense(self, request: GroupRequest) -> None:
         account, group = self.account, request.group
         wanted = len(account.dispensed)
+        again = group in self._again
         text = "the group was dispensed again" if group in account.dispensed else "groups are not dispensed in order"
         breach = Breach(invariant=_I1, group=group, message=text, expected=f"group {wanted}", found=f"group {group}")
-        self._findings.expect(ONCE, group == wanted, breach)
+        self._findings.expect(ONCE, again or group == wanted, breach)
+        if again:
+            self._again.remove(group)
+            account.results.pop(group, None)
+            account.dispensed[group] = request
         planned = account.planned.get(group)
         breach = Breach(
             invariant=_I1,
@@ -240,9 +251,19 @@ class _Fold:
         account = self.account
         for group, result in list(account.ready.items()):
             oldest = account.version if result.min_weight_version is None else result.min_weight_version
-            if account.version - oldest > self._max_staleness:
-                del account.ready[group]
+            if account.version - oldest <= self._max_staleness:
+                continue
+            del account.ready[group]
+            if self._may_be_stale_again(group):
+                self._times_stale[group] = self._times_stale.get(group, 0) + 1
+                self._again.add(group)
+            else:
                 account.fates[group] = "dropped: stale"
+
+    def _may_be_stale_again(self, group: int) -> bool:
+        rollout, times = self._history.spec.rollout, self._times_stale.get(group, 0)
+        fits = (times + 2) * (rollout.max_refills + 1) <= ATTEMPTS_PER_RESUME
+        return rollout.on_stale == "refill" and times < _MAX_STALE_REFILLS and fits
 
     def _compare_carried(self, state: RunState, run_id: str) -> None:
         account = self.account
@@ -262,15 +283,28 @@ class _Fold:
             breach = Breach(invariant=_I1, message=text, expected=str(expected), found=str(found))
             self._findings.expect(CARRIED, expected == found, breach)
 
+    def _close_surplus(self) -> None:
+        """What is ready when the run completes is surplus, if the run counted just so many as that."""
+        account = self.account
+        left = [*account.ready, *self._again]
+        counted = self._history.num_surplus - list(account.fates.values()).count("dropped: surplus")
+        if left and counted == len(left):
+            account.fates.update(dict.fromkeys(left, "dropped: surplus"))
+            account.ready.clear()
+            self._again.clear()
+
     def close(self) -> None:
         """What is left once the events are over."""
         account, history = self.account, self._history
         open_ = history.state == "running"
         finished = history.state == "completed" and not history.stopped
+        if finished:
+            self._close_surplus()
         left = {
             **dict.fromkeys(account.in_flight, "in flight"),
             **dict.fromkeys(account.ready, "ready"),
             **dict.fromkeys(account.in_training, "in training"),
+            **dict.fromkeys(self._again, "to be played again"),
         }
         if not open_ and not finished:
             account.fates.update(dict.fromkeys(self._ended_last, "ended with the run"))
