@@ -16,6 +16,7 @@ from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
 from activities.curriculum import CurriculumActivities
 from activities.episodes import EpisodeActivities
+from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
 from activities.preflight import Preflight
 from activities.publishing import PublishingActivities
 from activities.restoring import RunDirectoryActivities
@@ -26,6 +27,7 @@ from everroll.engines.http import open_client_session
 from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache
 from worker.settings import Role, WorkerSettings
+from workflows.evaluation import Evaluation
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
@@ -62,7 +64,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
         yield Worker(
             client,
             task_queue=settings.task_queue,
-            workflows=[TrainingRun, RolloutGroup],
+            workflows=[TrainingRun, RolloutGroup, Evaluation],
             activities=[
                 runs.prepare_run,
                 directories.record_run,
@@ -71,6 +73,9 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
                 health.await_server,
                 health.survey_groups,
                 store_group,
+                store_episodes,
+                finish_evaluation,
+                EvaluationActivities(client).await_evaluation,
                 collection.release_sessions,
                 publishing.publish_weights,
             ],
@@ -99,6 +104,7 @@ async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIter
                 episodes.run_episode,
                 collection.collect_samples,
                 CurriculumActivities(datasets).plan_block,
+                open_evaluation,
             ],
             interceptors=[BoundaryInterceptor()],
             # An episode and a collection are never under way at once for the same member; twice leaves room for both.

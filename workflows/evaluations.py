@@ -143,16 +143,13 @@ class Evaluations:
                 workflow_id = names.evaluation_workflow_id(self._spec.run.name, start.name, start.version)
                 self._follow(self._tell_hold(workflow_id))
 
-    async def close(self) -> None:
-        """The run is over. Those that this generation started are cancelled with the tasks that wait for them."""
+    def list_orphans(self) -> list[str]:
+        """Workflows in flight that only an external handle reaches; the tasks that wait for the others cancel them."""
         flying = [
             names.evaluation_workflow_id(self._spec.run.name, start.name, start.version)
             for start in self._state.evaluations_in_flight.values()
         ]
-        orphans = [workflow_id for workflow_id in self._reattached if workflow_id in flying]
-        await asyncio.gather(
-            *(workflow.get_external_workflow_handle(orphan).cancel() for orphan in orphans), return_exceptions=True
-        )
+        return [workflow_id for workflow_id in self._reattached if workflow_id in flying]
 
     def _build_request(self, name: str, path: DataPaths, section: EvalSection, *, requested: bool) -> EvaluationRequest:
         version = self._state.weights.version if self._state.weights else 0

@@ -28,6 +28,7 @@ from temporalio.workflow import ChildWorkflowCancellationType, ChildWorkflowHand
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
+    from everroll.contracts.evaluation import EvaluateRequest, EvaluateResult
     from everroll.contracts.health import EpisodesReport, Pause, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
     from everroll.contracts.rollout import GroupRequest, GroupResult
@@ -44,6 +45,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.calls import RunCalls
     from workflows.curriculum import Curriculum
     from workflows.early_end import EarlyEnd
+    from workflows.evaluations import Evaluations
     from workflows.ledger import Ledger
     from workflows.metrics import RunMetrics
     from workflows.pausing import PauseControl
@@ -76,6 +78,13 @@ class TrainingRun:
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
         self.watchdog = Watchdog(self.state.watch, self._take_survey, self._show)
+        self.evaluations = Evaluations(
+            self.state,
+            get_spec=lambda: self.spec,
+            follow=self._follow,
+            get_hold=lambda: self.pauses.hold,
+            on_change=self._show,
+        )
         self.early_end = EarlyEnd(self.spec, self.ledger, lambda: self.pauses.paused, self._follow)
         self.group_failure: BaseException | None = None
         self.followers: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
@@ -93,11 +102,17 @@ class TrainingRun:
             self._reattach_groups()
             if self.state.num_resumes:
                 self.ledger.use(self.spec)  # the bounds hold at once
+            self.evaluations.reattach()
             await self._prepare(request)
+            self.evaluations.start_due()
             while not self._is_finished():
                 await self._take_step()
+                self.evaluations.start_due(last=self._is_finished())
+                if self._is_finished():
+                    await self._finish_evaluations()
                 if self._is_history_long() and not self._is_finished():
                     await self._continue_as_new()
+            await self._finish_evaluations()
             await self._settle_surplus()
         except asyncio.CancelledError:
             self._note_cancel()
@@ -190,6 +205,7 @@ class TrainingRun:
         trained = await self.calls.train(self.state.step + 1, batch, mark)
         self.watchdog.note_progress()
         applied = workflow.time()
+        await self.evaluations.before_publish()
         self._enter(Phase.PUBLISHING)
         await self.publisher.publish(trained.weights)
         self.watchdog.note_progress()
@@ -234,9 +250,16 @@ class TrainingRun:
             )
         self.ledger.drop_surplus()
 
+    async def _finish_evaluations(self) -> None:
+        """The run's result waits for what is still being evaluated."""
+        if self.state.evaluations_in_flight:
+            self._enter(Phase.EVALUATING)
+            await self.evaluations.wait()
+
     def _on_pause_change(self) -> None:
         if not self.pauses.paused:
             self.watchdog.note_progress()
+        self.evaluations.tell_hold()
         self._admit_groups()
         self._enter(self.phase)
 
@@ -407,7 +430,13 @@ class TrainingRun:
         orphans = [group for group in self.reattached if group in self.state.in_flight]
         for task in list(self.followers):
             task.cancel()
-        await asyncio.gather(*self.followers, *map(self._cancel_group, orphans), return_exceptions=True)
+        handles = map(workflow.get_external_workflow_handle, self.evaluations.list_orphans())
+        await asyncio.gather(
+            *self.followers,
+            *map(self._cancel_group, orphans),
+            *(handle.cancel() for handle in handles),
+            return_exceptions=True,
+        )
 
     async def _cancel_group(self, group: int) -> None:
         handle = workflow.get_external_workflow_handle(names.group_workflow_id(self.spec.run.name, group))
@@ -445,6 +474,8 @@ class TrainingRun:
         return policies.group_limit(self.spec.rollout)
 
     def _can_close(self) -> bool:
+        if self.evaluations.starting:
+            return False
         idle = not (self.starting or self.publisher.busy or self.curriculum.planning or self.early_end.busy)
         return idle and workflow.all_handlers_finished()
 
@@ -477,6 +508,8 @@ class TrainingRun:
             survey=self.watchdog.survey,
             num_resumes=state.num_resumes,
             steerings=state.steerings[-_STEERINGS_SHOWN:],
+            evaluations=state.evaluations,
+            evaluations_in_flight=list(state.evaluations_in_flight.values()),
         )
 
     def _shown_phase(self) -> Phase:
@@ -563,6 +596,20 @@ class TrainingRun:
         self._refuse_while_restoring()
         self.steering.check_skip(request)
 
+    @workflow.update(name=names.UPDATE_EVALUATE, description="Evaluate the weights that are out now")
+    async def evaluate(self, request: EvaluateRequest) -> EvaluateResult:
+        workflow_ids = self.evaluations.start_requested(request)
+        self.steering.note("evaluate", request)
+        await self._keep_steering()
+        return EvaluateResult(version=self.ledger.weight_version, workflow_ids=workflow_ids)
+
+    @evaluate.validator
+    def _validate_evaluate(self, request: EvaluateRequest) -> None:
+        self._refuse_while_restoring()
+        fault = "the run is about to end" if self.closing else self.evaluations.find_fault(request)
+        if fault is not None:
+            raise ValueError(fault)
+
     async def _end_group(self, group: int) -> None:
         try:
             await workflow.wait_condition(lambda: group not in self.starting, timeout=policies.LIGHT_START_TO_CLOSE)
@@ -603,6 +650,7 @@ class TrainingRun:
             dropped_groups=self.state.dropped_groups,
             unusable_episodes=self.state.unusable_episodes,
             stopped=self.state.stop_requested and self.state.step < self.spec.run.num_steps,
+            evaluations=self.state.evaluations,
         )
 
 

@@ -13,6 +13,7 @@ from everroll.contracts.names import EVALUATION_NAME_PATTERN, evaluation_label, 
 from everroll.contracts.outcomes import Cause
 from everroll.contracts.rollout import BlobRef, DatasetRef, EpisodeKey, EpisodeOutcome
 from everroll.contracts.spec import DataPaths, EvalSection, RolloutSection, RunSpec, ServicesSection
+from everroll.contracts.steering import SteerRequest
 
 MAX_RECENT_EVALUATIONS = 20
 
@@ -164,7 +165,7 @@ class AwaitEvaluationRequest(Payload):
     version: int
 
 
-class EvaluateRequest(Payload):
+class EvaluateRequest(SteerRequest):
     """Input of the update `evaluate`: evaluate the weights that are out, now."""
 
     name: str | None = None

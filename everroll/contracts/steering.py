@@ -81,7 +81,7 @@ class SteeringRecord(Payload):
     at: float
     """Unix seconds."""
     action: str
-    """`pause`, `resume`, `stop`, `cancel`, `set`, `skip`, and `resumed` or `forked` for a new beginning."""
+    """`pause`, `resume`, `stop`, `cancel`, `set`, `skip`, `evaluate`, and `resumed` or `forked` for a new beginning."""
     by: str = ""
     reason: str = ""
     step: int = 0

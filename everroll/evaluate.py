@@ -1,0 +1,163 @@
+"""Evaluate a run's weights on demand: through the run while it goes on, and by itself once it has ended."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import temporalio.client
+from temporalio.client import WorkflowFailureError
+from temporalio.common import WorkflowIDReusePolicy
+from temporalio.exceptions import WorkflowAlreadyStartedError
+
+from everroll.audit.histories import HistoryReader
+from everroll.client import EverrollClient, RunView, SteeringError, describe_failure
+from everroll.contracts import names
+from everroll.contracts.evaluation import (
+    EvaluateRequest,
+    EvaluateResult,
+    EvaluationRecord,
+    EvaluationRequest,
+    apply_request,
+    build_evaluation_request,
+    find_request_fault,
+    select_sets,
+)
+from everroll.contracts.spec import RunSpec
+
+_RPC_TIMEOUT = timedelta(seconds=30)
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    """What came of a request."""
+
+    version: int
+    records: list[EvaluationRecord]
+    """In the order of the sets. One that failed has `failure`."""
+
+
+async def evaluate_run(
+    client: EverrollClient, run: str, request: EvaluateRequest, version: int | None = None
+) -> Evaluated:
+    """Evaluate and wait for the result. `version` None: the newest.
+
+    While the run goes on, its engines serve the version that is out, and only that can be evaluated; the run is not
+    held up. Once it has ended, any version whose weights are kept can: they are published to the run's engines first.
+
+    Raises:
+        RunNotFoundError: no such run.
+        SteeringError: it cannot be evaluated so; the text says why.
+        ConnectionError: Temporal does not answer.
+    """
+    view = await client.status(run)
+    if view.state == "running":
+        return await _ask_run(client, view, request, version)
+    return await _evaluate_ended(client, view, request, version)
+
+
+async def _ask_run(client: EverrollClient, view: RunView, request: EvaluateRequest, version: int | None) -> Evaluated:
+    if version is not None and view.status is not None and view.status.weight_version != version:
+        raise SteeringError(
+            f"run {view.run} goes on, and its engines serve what is out: the run is at version "
+            f"{view.status.weight_version}; other versions can be evaluated once it has ended"
+        )
+    handle = client.temporal.get_workflow_handle(view.workflow_id)
+    try:
+        result: EvaluateResult = await handle.execute_update(
+            names.UPDATE_EVALUATE, request, result_type=EvaluateResult, rpc_timeout=_RPC_TIMEOUT
+        )
+    except temporalio.client.WorkflowUpdateFailedError as error:
+        raise SteeringError(f"run {view.run}: {describe_failure(error.cause)}") from error
+    return Evaluated(result.version, [await _wait(client, workflow_id) for workflow_id in result.workflow_ids])
+
+
+async def _evaluate_ended(
+    client: EverrollClient, view: RunView, request: EvaluateRequest, version: int | None
+) -> Evaluated:
+    spec = (await HistoryReader(client.temporal, view.run).read_start()).spec
+    fault = find_request_fault(spec.eval, request)
+    if fault is not None:
+        raise SteeringError(f"run {view.run}: {fault}")
+    await _check_engines(client, spec)
+    weights = _find_weights(spec, version)
+    section = apply_request(spec.eval, request)
+    records = []
+    # One after the other: each publishes, and never two at once to the same engine.
+    for name, path in select_sets(spec.eval, request).items():
+        started = build_evaluation_request(spec, name, path, section, weights[0])
+        started = started.model_copy(update={"requested": True, "weights_path": str(weights[1])})
+        await _start(client, view.run, started)
+        records.append(await _wait(client, started.workflow_id))
+    return Evaluated(weights[0], records)
+
+
+def _find_weights(spec: RunSpec, version: int | None) -> tuple[int, Path]:
+    """Version and directory of weights that are kept."""
+    parent = Path(spec.run.output_dir) / spec.run.name / "weights"
+    kept = {int(path.name.removeprefix("step_")): path for path in sorted(parent.glob("step_*"))}
+    if not kept:
+        raise SteeringError(f"{parent} holds no weights, as seen from here")
+    chosen = max(kept) if version is None else version
+    if chosen not in kept:
+        there = ", ".join(map(str, kept))
+        raise SteeringError(f"{parent}: there is no step_{chosen:06d}; kept are {there} (see train.keep_weights)")
+    return chosen, kept[chosen]
+
+
+async def _check_engines(client: EverrollClient, spec: RunSpec) -> None:
+    """Weights are never published under a run that goes on.
+
+    Raises:
+        SteeringError: another run uses an engine of this one.
+    """
+    for listing in await client.find_runs():
+        if listing.state != "running":
+            continue
+        other = (await HistoryReader(client.temporal, listing.run).read_start()).spec
+        shared = set(other.services.engine_urls) & set(spec.services.engine_urls)
+        if shared:
+            raise SteeringError(
+                f"run {listing.run} goes on and uses {', '.join(sorted(shared))}; wait until it has ended"
+            )
+
+
+async def _start(client: EverrollClient, run: str, request: EvaluationRequest) -> None:
+    try:
+        await client.temporal.start_workflow(
+            names.EVALUATION,
+            request,
+            id=request.workflow_id,
+            task_queue=request.services.task_queue,
+            id_reuse_policy=WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY,
+            static_summary=f"set {request.name}, weights {request.version}, on demand",
+            rpc_timeout=_RPC_TIMEOUT,
+        )
+    except WorkflowAlreadyStartedError as error:
+        text = (
+            f"run {run}: set {request.name} was evaluated on version {request.version} already; see evaluations.jsonl"
+        )
+        raise SteeringError(text) from error
+
+
+async def _wait(client: EverrollClient, workflow_id: str) -> EvaluationRecord:
+    """As long as it takes; a failure is a record too."""
+    handle = client.temporal.get_workflow_handle(workflow_id, result_type=EvaluationRecord)
+    try:
+        return await handle.result()
+    except WorkflowFailureError as error:
+        name, version = _parse_id(workflow_id)
+        return EvaluationRecord(name=name, version=version, failure=describe_failure(error.cause), complete=False)
+
+
+def _parse_id(workflow_id: str) -> tuple[str, int]:
+    *_, version, name = (
+        workflow_id.split("/")
+        if not workflow_id.rpartition("/")[2].isdigit()
+        else (
+            *workflow_id.split("/"),
+            names.DEFAULT_EVALUATION,
+        )
+    )
+    return name, int(version)
