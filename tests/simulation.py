@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
+from datetime import timedelta
 from pathlib import Path
 
 from temporalio import activity
@@ -239,6 +240,7 @@ class Simulation:
                     workflows=[TrainingRun, RolloutGroup, Evaluation] if queue == task_queue else [],
                     activities=queue_activities,
                     interceptors=[BoundaryInterceptor()],
+                    max_heartbeat_throttle_interval=timedelta(seconds=0.2),
                     max_concurrent_activities=self.rollout_slots if queue == rollout_queue else None,
                 )
                 await stack.enter_async_context(worker)
