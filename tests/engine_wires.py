@@ -161,6 +161,15 @@ VLLM_COMPLETIONS = Wire(
 WIRES = (SGLANG, VLLM_GENERATE, VLLM_COMPLETIONS)
 
 
+def _name_answer(answer: Answer, body: Answer) -> Answer:
+    """With the name of its request in place of `r1`, where it has one."""
+    answer = copy.deepcopy(answer)
+    for holder, key, name in ((answer.get("meta_info"), "id", "rid"), (answer, "request_id", "request_id")):
+        if isinstance(holder, dict) and holder.get(key) == REQUEST.rid:
+            holder[key] = body[name]
+    return answer
+
+
 @dataclass
 class WireServer:
     """Speaks one wire, both doors for vLLM, and does what it is told to."""
@@ -231,7 +240,7 @@ class WireServer:
         if self.status != 200:
             return web.json_response({"error": {"message": "the reason"}}, status=self.status)
         answer = self.wire.good if self.answer is None else self.answer
-        payload = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+        payload = answer if isinstance(answer, bytes) else json.dumps(_name_answer(answer, body)).encode()
         return web.Response(body=payload, content_type="application/json")
 
     async def _ok(self, body: Answer, request: web.Request) -> web.Response:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -171,7 +173,8 @@ class TurnMaker:
         completion = turn.tokens.completion_ids.size
         history = session.messages(turn.index)
         messages = name_tool_results(new, [turn.reply])
-        token_ids = self._renderer.extend(recorded[:-completion], recorded[-completion:], history, messages, tools)
+        with _refusing_inexpressible():
+            token_ids = self._renderer.extend(recorded[:-completion], recorded[-completion:], history, messages, tools)
         if token_ids is not None and token_ids[: len(recorded)] != recorded:
             index = find_first_difference(token_ids, recorded)
             raise TokenInvariantError(
@@ -180,10 +183,17 @@ class TurnMaker:
         return token_ids
 
     def _render(self, request: ChatRequest) -> list[int]:
-        try:
+        with _refusing_inexpressible():
             return self._renderer.render(name_tool_results(request.messages, []), request.tools)
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise BadRequestError(f"the chat template cannot express these messages: {error!r}") from error
+
+
+@contextlib.contextmanager
+def _refusing_inexpressible() -> Iterator[None]:
+    """What chat templates and renderers raise for messages that they have no form for is the request's fault."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise BadRequestError(f"the chat template cannot express these messages: {error!r}") from error
 
 
 def find_followed(session: Session, messages: list[Message], prefix_keys: list[bytes]) -> tuple[Turn, int] | None:

@@ -8,6 +8,8 @@ serves older weights than the session may be sampled from, is left out. The whol
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -161,7 +163,7 @@ class Upstream:
         state.num_calls += 1
         state.num_in_flight += 1
         try:
-            completion = await state.engine.generate(request)
+            completion = await state.engine.generate(_name_call(request))
         finally:
             state.num_in_flight -= 1
         _check_completion(completion, state.url)
@@ -173,6 +175,12 @@ class Upstream:
         state.num_failed_calls += 1
         if isinstance(error, EngineUnavailableError) and error.trouble != "busy":
             state.note_failure(error)
+
+
+def _name_call(request: GenerateRequest) -> GenerateRequest:
+    """A name that no other call has: an engine may still work on an earlier one, of a server that was killed or over a
+    connection that broke. SGLang refuses a second call of a name as malformed, and older versions of it crash."""
+    return dataclasses.replace(request, rid=f"{request.rid}/{secrets.token_hex(4)}")
 
 
 def _describe_old(url: str, version: int | None, needed: int) -> str:

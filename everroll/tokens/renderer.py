@@ -6,8 +6,9 @@ rendering again what was sampled (the bridge), and parses completions into text,
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,9 +107,9 @@ class ChatRenderer:
         parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
         calls, malformed = [], []
         for call in parsed.tool_calls:
-            if call.status == ToolCallParseStatus.OK and call.name:
-                arguments = call.arguments if call.arguments is not None else {}
-                text = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+            arguments = call.arguments if call.arguments is not None else {}
+            text = arguments if isinstance(arguments, str) else _dump(arguments)
+            if call.status == ToolCallParseStatus.OK and call.name and _is_text(call.name + text):
                 calls.append(ToolCall(name=call.name, arguments=text, native_id=call.id))
             else:
                 malformed.append(
@@ -134,12 +135,30 @@ class ChatRenderer:
         return False
 
 
+def _dump(arguments: Any) -> str:
+    """JSON; escaped where the model wrote half a surrogate pair, which no UTF-8 can hold."""
+    text = json.dumps(arguments, ensure_ascii=False)
+    return text if _is_text(text) else json.dumps(arguments)
+
+
+def _is_text(value: str) -> bool:
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 class TemplateRenderer(ChatRenderer):
     """A checkpoint's own Jinja template, of which nothing is known but what it prints.
 
     It extends a conversation by what the template prints after the last reply, and only if the template prints the
     conversation up to there in the same way with and without the new messages.
     """
+
+    def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
+        with _saying_what_the_template_says():
+            return super().render(messages, tools)
 
     def extend(
         self,
@@ -149,13 +168,25 @@ class TemplateRenderer(ChatRenderer):
         messages: list[Message],
         tools: list[Tool] | None,
     ) -> list[int] | None:
-        before = self._renderer.render_ids(history, tools=tools or None)
+        with _saying_what_the_template_says():
+            before = self._renderer.render_ids(history, tools=tools or None)
         after = self.render([*history, *messages], tools)
         end = _find_last(before, self.stop_token_ids)
         if end is None or after[: end + 1] != before[: end + 1] or self.decode(before[end + 1 :]).strip():
             return None
         close = [] if completion_ids[-1] in self.stop_token_ids else [before[end]]
         return [*prompt_ids, *completion_ids, *close, *after[end + 1 :]]
+
+
+@contextlib.contextmanager
+def _saying_what_the_template_says() -> Iterator[None]:
+    """Raises ValueError: the template raised, by `raise_exception` for one, as many do for roles that they lack."""
+    from jinja2 import TemplateError  # comes with transformers, which only templates need
+
+    try:
+        yield
+    except TemplateError as error:
+        raise ValueError(str(error)) from error
 
 
 def _find_last(token_ids: list[int], wanted: tuple[int, ...]) -> int | None:
@@ -190,13 +221,23 @@ def load_renderer(model: ModelSection) -> ChatRenderer:
         chat = ChatRenderer(renderer, tokenizer, name, fingerprint)
     if not chat.stop_token_ids:
         raise ConfigurationError(f"{directory}: renderer {name!r} knows no token that ends a turn")
-    if model.history == "extend" and not chat.can_extend():
+    if model.history == "extend" and not _try_to_extend(chat, directory):
         raise ConfigurationError(
             f"{directory}: with renderer {name!r} a new message rewrites earlier turns, so recorded tokens cannot be "
             'extended. Choose another model.renderer, or set model.history = "rerender": then each turn whose '
             "rendering differs from what was recorded starts a new branch, and an episode gives several samples."
         )
     return chat
+
+
+def _try_to_extend(chat: ChatRenderer, directory: Path) -> bool:
+    """Raises ConfigurationError: the template cannot even express the tiny conversation of the trial."""
+    try:
+        return chat.can_extend()
+    except (ValueError, TypeError, KeyError) as error:
+        raise ConfigurationError(
+            f"{directory}: the chat template cannot express a user's message, a reply and another message: {error}"
+        ) from error
 
 
 def _load_eos_ids(directory: Path) -> list[int]:

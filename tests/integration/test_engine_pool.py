@@ -75,6 +75,8 @@ async def test_a_turn_that_loses_its_engine_goes_to_another_with_the_same_tokens
         assert (len(first.bodies), len(second.bodies)) == (2, 0)
         proxy.fault(Kind.RESET_IN_BODY, "/generate", times=-1)
         assert (await upstream.generate(session, REQUEST)).token_ids == [11, 12]
+    names = [body.pop("rid") for body in (*first.bodies, *second.bodies)]
+    assert len(set(names)) == len(names)
     assert second.bodies == first.bodies[:1]
 
 
@@ -138,6 +140,8 @@ async def test_an_engine_that_is_updating_is_waited_for_with_the_same_tokens(abo
             assert completion.token_ids == [11, 12]
             assert upstream.pool.states[0].is_healthy
     assert len(server.bodies) == 4
+    names = {body.pop("rid") for body in server.bodies}
+    assert len(names) == len(server.bodies)
     assert all(body == server.bodies[0] for body in server.bodies)
 
 
@@ -159,6 +163,9 @@ async def test_a_connection_that_breaks_under_an_update_is_tried_again() -> None
         proxy.fault(Kind.RESET_AFTER_SERVER, "/generate", times=2)
         async with open_upstream([proxy.url], Patience(5, 10), threshold=3) as upstream:
             assert (await upstream.generate("s", REQUEST)).token_ids == [11, 12]
+    names = [body["rid"] for body in server.bodies]
+    assert len(names) == 3
+    assert len(set(names)) == 3  # SGLang refuses, or dies of, a second call of a name that it still works on
 
 
 async def test_a_broken_connection_is_tried_once_more_even_without_patience() -> None:

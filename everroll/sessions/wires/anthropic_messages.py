@@ -264,8 +264,10 @@ def _build_blocks(answer: TurnAnswer, show_thinking: bool) -> list[Json]:
 
 
 def _read_arguments(text: str) -> Json:
+    """What `input` can hold: an object, without numbers that are none (1e400) and halves of surrogate pairs."""
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
     except ValueError:
         value = None
     return value if isinstance(value, dict) else {_RAW_ARGUMENTS: text}
