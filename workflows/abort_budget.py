@@ -21,6 +21,7 @@ class AbortBudget:
         """Take a group's report in. A success clears every server: with it, the whole path was walked."""
         if report.num_collected:
             self._state.troubles = []
+            self.note_success()
         for abort in report.aborts:
             self._blame(abort)
         num_aborted = sum(abort.count for abort in report.aborts)
@@ -45,6 +46,25 @@ class AbortBudget:
             f"{trouble.server or 'No server'} is named by {trouble.count} of them without a success in between, "
             f"{_describe_times(trouble)}"
         )
+
+    def describe_relapses(self) -> str:
+        """What to add when pauses follow each other without a success in between; empty otherwise."""
+        state = self._state
+        if not state.relapses or state.paused_at is None:
+            return ""
+        return (
+            f". Since {_show_time(state.paused_at)} it has answered its probe {state.relapses} times and not worked "
+            f"all the same: the run waits longer each time before it tries again"
+        )
+
+    def note_pause(self, now: float) -> None:
+        """The budget has paused the run."""
+        self._state.paused_at = self._state.paused_at or now
+
+    def note_success(self) -> None:
+        """Something worked, or a person says that it will: the next pause is the first of its kind."""
+        self._state.relapses = 0
+        self._state.paused_at = None
 
     def reset(self) -> None:
         """Start counting anew, after a pause."""

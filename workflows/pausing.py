@@ -79,6 +79,15 @@ class PauseControl:
             raise self.fatal
 
     @property
+    def relapsed(self) -> bool:
+        """Whether the last pause ended by itself, and nothing has worked since."""
+        return self._state.budget.relapses > 0
+
+    def note_success(self) -> None:
+        """Something outside of episodes worked."""
+        self._budget.note_success()
+
+    @property
     def blocking(self) -> bool:
         """Whether what the run is doing waits for the end of the pause."""
         return self._num_blocked > 0 and self.paused
@@ -92,6 +101,8 @@ class PauseControl:
         if self._spec.rollout.abort_budget.on_exceeded == "fail":
             self.fatal = ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
             return
+        message += self._budget.describe_relapses()
+        self._budget.note_pause(workflow.time())
         self.begin(Pause(message=message, since=workflow.time(), server=server))
 
     def begin(self, pause: Pause) -> None:
@@ -102,7 +113,12 @@ class PauseControl:
         self._on_change()
 
     def end(self) -> None:
-        """Go on; aborts are counted anew."""
+        """Go on, because a person says so."""
+        self._budget.note_success()
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Aborts are counted anew."""
         if self._state.pause is None:
             return
         workflow.logger.info("run %s goes on", self._spec.run.name)
@@ -147,14 +163,18 @@ class PauseControl:
         return task
 
     async def _wait_for_end(self, pause: Pause) -> None:
-        """Probe the server that is to blame; a pause that nothing ends fails the run."""
+        """Probe the server that is to blame; a pause that nothing ends fails the run.
+
+        A server that answers its probe and does not work is given ever more time, within the limit of one pause.
+        """
         limit = self._spec.rollout.abort_budget.max_pause_seconds
-        remaining = timedelta(seconds=max(1.0, limit - (workflow.time() - pause.since)))
-        if pause.server is None:
-            await asyncio.sleep(remaining.total_seconds())
-            answered = False
-        else:
-            answered = await self._await_server(pause.server, remaining)
+        since = pause.since if pause.requested else self._state.budget.paused_at or pause.since
+        remaining = max(1.0, limit - (workflow.time() - since))
+        delay = remaining if pause.server is None else min(self._compute_delay(pause), remaining)
+        await asyncio.sleep(delay)
+        answered = False
+        if pause.server is not None and delay < remaining:
+            answered = await self._await_server(pause.server, timedelta(seconds=remaining - delay))
         if self._state.pause is not pause:
             return  # somebody went on meanwhile
         if not answered:
@@ -164,7 +184,14 @@ class PauseControl:
         await self._before_recovery()  # a server that was away may have lost the weights
         if self._state.pause is pause:
             self._waiting = None
-            self.end()
+            self._state.budget.relapses += 1  # until something works
+            self._go_on()
+
+    def _compute_delay(self, pause: Pause) -> float:
+        """Seconds until a server is probed that answered its last probe and did not work."""
+        probe_seconds = self._spec.rollout.abort_budget.probe_seconds
+        delay = policies.relapse_backoff_seconds(probe_seconds, self._state.budget.relapses)
+        return max(0.0, delay - (workflow.time() - pause.since))
 
     async def _await_server(self, server: str, limit: timedelta) -> bool:
         """One long activity, however long the outage, so that the history stays short."""

@@ -79,6 +79,9 @@ SURVEY_FIRST = timedelta(seconds=40)
 SURVEY_MAX = timedelta(minutes=15)
 _MAX_REFILL_BACKOFF_SECONDS = 60.0
 _PUBLISH_BACKOFF_SECONDS = (0.5, 10.0)
+_PUBLISH_TRIES = 100
+"""About so many failures in `dead_seconds`, however long that is: each costs a dozen events."""
+_MAX_RELAPSE_BACKOFF_SECONDS = 3600.0
 
 
 def refill_backoff_seconds(first: float, attempt: int) -> float:
@@ -86,10 +89,15 @@ def refill_backoff_seconds(first: float, attempt: int) -> float:
     return min(first * 2.0**attempt, max(first, _MAX_REFILL_BACKOFF_SECONDS))
 
 
-def publish_backoff_seconds(num_failures: int) -> float:
+def publish_backoff_seconds(num_failures: int, dead_seconds: float) -> float:
     """Wait before weights are published again after an engine did not answer."""
     first, longest = _PUBLISH_BACKOFF_SECONDS
-    return min(first * 2.0 ** min(num_failures, 10), longest)
+    return min(first * 2.0 ** min(num_failures, 20), max(longest, dead_seconds / _PUBLISH_TRIES))
+
+
+def relapse_backoff_seconds(probe_seconds: float, relapses: int) -> float:
+    """Wait before a server is probed that answered so many probes and did not work all the same."""
+    return min(probe_seconds * 2.0 ** min(relapses, 20), _MAX_RELAPSE_BACKOFF_SECONDS) if relapses else 0.0
 
 
 def calls_limit(rollout: RolloutSection) -> timedelta:

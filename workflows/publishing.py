@@ -53,6 +53,7 @@ class Publisher:
             while (trouble := await self._try_for_a_while()) is not None:
                 message = f"weights version {weights.version} cannot be published: {describe_trouble(trouble)}"
                 await self._pauses.wait_out(message, trouble.server)
+            self._pauses.note_success()
         finally:
             self._num_waiting -= 1
 
@@ -73,7 +74,11 @@ class Publisher:
                 workflow.logger.warning("weights could not be published again: %s", cause)
 
     async def _try_for_a_while(self) -> ServerTrouble | None:
-        """None when it is done; the trouble when an engine did not answer for `dead_seconds`."""
+        """None when it is done; the trouble when an engine did not answer for `dead_seconds`.
+
+        Once is enough after a pause that ended because the engine answered its probe.
+        """
+        dead_seconds = self._spec.rollout.abort_budget.dead_seconds
         trouble: ServerTrouble | None = None
         while True:
             try:
@@ -84,9 +89,9 @@ class Publisher:
             except ActivityError as error:
                 trouble = _count(trouble, self._find_cause(error), workflow.time())
             workflow.logger.warning("an engine did not take the weights: %s", trouble.cause)
-            if trouble.last_at - trouble.first_at >= self._spec.rollout.abort_budget.dead_seconds:
+            if self._pauses.relapsed or trouble.last_at - trouble.first_at >= dead_seconds:
                 return trouble
-            await asyncio.sleep(policies.publish_backoff_seconds(trouble.count))
+            await asyncio.sleep(policies.publish_backoff_seconds(trouble.count, dead_seconds))
 
     def _find_cause(self, error: ActivityError) -> Cause:
         """What kept an engine from answering; anything that cannot heal, and cancellation, is raised."""

@@ -51,6 +51,11 @@ class BudgetState(Payload):
     window: str = ""
     """The last episodes, oldest first: `a` for aborted, `c` for collected."""
     troubles: list[ServerTrouble] = Field(default_factory=list)
+    relapses: int = 0
+    """Pauses that ended because the server answered its probe, without a success since: it does not work all the same.
+    """
+    paused_at: float | None = None
+    """When the first pause since the last success began, in Unix seconds."""
 
 
 class Pause(Payload):

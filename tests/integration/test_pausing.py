@@ -47,6 +47,9 @@ class Flaky:
 
     async def come_back(self) -> None:
         self.down, self.returned = False, True
+        await self.answer_probes()
+
+    async def answer_probes(self) -> None:
         self._server = await asyncio.start_server(self._answer, "127.0.0.1", self.port)
 
     async def _answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -173,6 +176,49 @@ async def test_a_small_run_pauses_too(client: EverrollClient, run_name: str, tas
     assert result.steps == 2
 
 
+async def test_a_server_that_answers_its_probe_and_does_not_work_is_tried_ever_more_rarely(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """No endless round of playing, pausing and going on; once it works, the run is as before."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        await flaky.answer_probes()
+        rollout = {**ROLLOUT, "abort_budget": {**BUDGET, "window": 4}}
+        await client.start(build_spec(run_name, task_queue, rollout=rollout))
+        view = await wait_for_status(
+            client,
+            run_name,
+            lambda view: (
+                view.status is not None
+                and view.status.pause is not None
+                and "it has answered its probe 2 times and not worked all the same" in view.status.pause.message
+            ),
+        )
+        assert view.status is not None
+        assert view.status.pause is not None
+        assert f"{flaky.url} is named by" in view.status.pause.message
+        flaky.down = False
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
+    assert result.dropped_groups == {}
+
+
+@pytest.mark.parametrize("answers", [False, True])
+async def test_a_pause_that_nothing_ends_fails_the_run(
+    client: EverrollClient, run_name: str, task_queue: str, answers: bool
+) -> None:
+    """Several in a row count as one: a server that only answers its probe does not put the end off."""
+    async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        flaky.down = True
+        if answers:
+            await flaky.answer_probes()
+        rollout = {**ROLLOUT, "abort_budget": {**BUDGET, "probe_seconds": 0.3, "max_pause_seconds": 2.0}}
+        await client.start(build_spec(run_name, task_queue, rollout=rollout))
+        text = f"(?s)AbortBudgetExceeded: nothing ended this pause within 2 s: .*{flaky.url} is named by"
+        with pytest.raises(RunFailedError, match=text):
+            await asyncio.wait_for(client.result(run_name), 60)
+
+
 async def test_by_policy_the_run_fails_at_once(client: EverrollClient, run_name: str, task_queue: str) -> None:
     async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
         flaky.down = True
@@ -231,6 +277,29 @@ async def test_an_engine_that_stays_away_while_publishing_pauses_the_run(
     assert [request.step for request in simulation.trained] == [1, 2]
     assert sorted(set(simulation.published)) == [0, 1, 2]
     assert simulation.published == sorted(simulation.published)
+
+
+async def test_an_engine_that_answers_its_probe_and_takes_no_weights_is_tried_ever_more_rarely(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """One try for each pause: the history of a run that waits for it stays short."""
+    async with engine_goes_away() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
+        await flaky.answer_probes()
+        await client.start(build_publish_spec(run_name, task_queue, flaky))
+        await wait_for_status(
+            client,
+            run_name,
+            lambda view: (
+                view.status is not None
+                and view.status.pause is not None
+                and "did not answer, 1 times in a row" in view.status.pause.message
+                and "it has answered its probe 3 times" in view.status.pause.message
+            ),
+        )
+        flaky.down, flaky.returned = False, True
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert result.steps == 2
+    assert [request.step for request in simulation.trained] == [1, 2]
 
 
 async def test_resume_ends_a_pause_while_publishing(client: EverrollClient, run_name: str, task_queue: str) -> None:
