@@ -23,6 +23,9 @@ TEMPORAL_TUNING = (
     *("--dynamic-config-value", "history.transferProcessorMaxPollRPS=2000"),
     *("--dynamic-config-value", "history.timerProcessorMaxPollRPS=2000"),
     *("--dynamic-config-value", 'history.timerProcessorMaxTimeShift="50ms"'),
+    # A queue is ordered by priority within each of its partitions, of which there are four by default.
+    *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
+    *("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
 )
 _ENGINE_READY_SECONDS = 300.0
 """Loading a large model takes minutes."""
