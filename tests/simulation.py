@@ -15,7 +15,7 @@ from pathlib import Path
 
 from temporalio import activity
 from temporalio.client import Client
-from temporalio.worker import Worker
+from temporalio.worker import Worker, WorkerDeploymentConfig
 
 from activities.boundary import BoundaryInterceptor
 from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
@@ -128,6 +128,8 @@ class Simulation:
     """Anything but empty leaves training without a worker."""
     rollout_slots: int | None = None
     """Activities that the rollout worker runs at once; None: as many as there are."""
+    deployment_config: WorkerDeploymentConfig | None = None
+    """Of the workflow worker."""
     dataset: DatasetRef = DATASET
     rollout_activities: list[Callable[..., object]] | None = None
     """In place of the simulated `run_episode` and `collect_samples`."""
@@ -221,6 +223,7 @@ class Simulation:
             names.PUBLISH_WEIGHTS: self.publish_weights,
             names.AWAIT_GROUPS: GroupActivities(client).await_groups,
             names.AWAIT_EVALUATION: EvaluationActivities(client).await_evaluation,
+            names.OPEN_EVALUATION: open_evaluation,
             names.STORE_EPISODES: store_episodes,
             names.FINISH_EVALUATION: finish_evaluation,
         }
@@ -230,7 +233,7 @@ class Simulation:
             health = HealthActivities(client, await stack.enter_async_context(build_http_client()))
             queues: dict[str, list[Callable[..., object]]] = {
                 task_queue: [*light.values(), health.await_server, health.survey_groups],
-                rollout_queue: self.rollout_activities or [self.run_episode, self.collect_samples, open_evaluation],
+                rollout_queue: self.rollout_activities or [self.run_episode, self.collect_samples],
                 names.train_queue(task_queue) + self.train_queue_suffix: [self.prepare_trainer, self.train_step],
             }
             for queue, queue_activities in queues.items():
@@ -240,6 +243,7 @@ class Simulation:
                     workflows=[TrainingRun, RolloutGroup, Evaluation] if queue == task_queue else [],
                     activities=queue_activities,
                     interceptors=[BoundaryInterceptor()],
+                    deployment_config=self.deployment_config if queue == task_queue else None,
                     max_heartbeat_throttle_interval=timedelta(seconds=0.2),
                     max_concurrent_activities=self.rollout_slots if queue == rollout_queue else None,
                 )

@@ -90,11 +90,13 @@ def join_ranks(settings: WorkerSettings) -> Ranks | int:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m worker", description="Run one Everroll worker.")
     parser.add_argument("role", type=Role, choices=list(Role), help="workflows, rollout or trainer")
+    parser.add_argument("--build-id", help="version of this worker's workflow code (docs/upgrades.md)")
+    parser.add_argument("--deployment-name", help="name under which workers have versions; everroll by default")
     arguments = parser.parse_args()
     configure_logging(f"worker-{arguments.role.value}")
     check_root()
     try:
-        settings = load_settings()
+        settings = load_settings(build_id=arguments.build_id, deployment_name=arguments.deployment_name)
     except ValidationError as error:
         print(f"worker: the environment is not valid: {error}", file=sys.stderr)
         return 2

@@ -10,7 +10,8 @@ from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from temporalio.client import Client
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.common import VersioningBehavior, WorkerDeploymentVersion
+from temporalio.worker import PollerBehaviorAutoscaling, Worker, WorkerDeploymentConfig
 
 from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
@@ -52,6 +53,17 @@ async def build_worker(
         yield worker
 
 
+def build_deployment_config(settings: WorkerSettings) -> WorkerDeploymentConfig | None:
+    """The version of a workflow worker, if it has one. Only these have: what activities are given stays readable."""
+    if settings.build_id is None:
+        return None
+    return WorkerDeploymentConfig(
+        version=WorkerDeploymentVersion(deployment_name=settings.deployment_name, build_id=settings.build_id),
+        use_worker_versioning=True,
+        default_versioning_behavior=VersioningBehavior.PINNED,
+    )
+
+
 @contextlib.asynccontextmanager
 async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http, open_client_session(api_key=settings.engine_api_key) as engine_session:
@@ -73,6 +85,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
                 health.await_server,
                 health.survey_groups,
                 store_group,
+                open_evaluation,
                 store_episodes,
                 finish_evaluation,
                 EvaluationActivities(client).await_evaluation,
@@ -85,6 +98,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
             sticky_queue_schedule_to_start_timeout=timedelta(seconds=settings.sticky_timeout_seconds),
             max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
             graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
+            deployment_config=build_deployment_config(settings),
             workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
             activity_task_poller_behavior=PollerBehaviorAutoscaling(),
         )
@@ -104,7 +118,6 @@ async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIter
                 episodes.run_episode,
                 collection.collect_samples,
                 CurriculumActivities(datasets).plan_block,
-                open_evaluation,
             ],
             interceptors=[BoundaryInterceptor()],
             # An episode and a collection are never under way at once for the same member; twice leaves room for both.

@@ -37,6 +37,10 @@ class WorkerSettings(Spec):
     """`host:port` at which Prometheus scrapes `/metrics`; none by default."""
     max_episodes: int = Field(default=128, ge=1)
     """Most episodes, and most collections, that one rollout worker runs at once."""
+    deployment_name: str = Field(default="everroll", min_length=1)
+    """Name of the worker deployment, where workers have versions."""
+    build_id: str | None = Field(default=None, min_length=1)
+    """Version of this workflow worker's code, such as a git commit; None for workers without versions."""
     torch_threads: int = Field(default=0, ge=0)
     """CPU threads of the trainer; 0 leaves it to torch."""
     collective_timeout_seconds: float = Field(default=1800.0, gt=0)
@@ -49,8 +53,8 @@ class WorkerSettings(Spec):
     """How long a workflow task waits for the worker that knows the workflow before any other may take it."""
 
 
-def load_settings(environment: Mapping[str, str] | None = None) -> WorkerSettings:
-    """Read settings from `EVERROLL_*` variables.
+def load_settings(environment: Mapping[str, str] | None = None, **given: str | None) -> WorkerSettings:
+    """Read settings from `EVERROLL_*` variables; what is given and not None wins.
 
     Raises:
         pydantic.ValidationError: a value is not valid.
@@ -61,4 +65,5 @@ def load_settings(environment: Mapping[str, str] | None = None) -> WorkerSetting
         for field in WorkerSettings.model_fields
         if f"EVERROLL_{field.upper()}" in variables
     }
-    return WorkerSettings.model_validate(values)
+    chosen = {field: value for field, value in given.items() if value is not None}
+    return WorkerSettings.model_validate(values | chosen)

@@ -35,6 +35,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
     from workflows.group_results import build_group_result, merge_outcome, render_group
     from workflows.reporting import GroupReporter
+    from workflows.versions import continue_on_newest_version
 
 
 @workflow.defn(name=names.ROLLOUT_GROUP, failure_exception_types=policies.FAILURE_EXCEPTION_TYPES)
@@ -98,7 +99,7 @@ class RolloutGroup:
         """Members that are settled stay so; the others go on with their next attempt."""
         await self.reporter.flush()
         update = {"progress": self.progress, "hold": self.hold_request}
-        workflow.continue_as_new(self.request.model_copy(update=update))
+        continue_on_newest_version(self.request.model_copy(update=update))
 
     @workflow.signal(name=names.SIGNAL_HOLD, description="Start no new episode while true")
     def hold(self, request: HoldRequest) -> None:

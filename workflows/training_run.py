@@ -53,6 +53,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.publishing import Publisher
     from workflows.recording import Recorder
     from workflows.steering import Steering, build_skip_cause
+    from workflows.versions import continue_on_newest_version, is_newer_version_out
     from workflows.watchdog import Watchdog
 
 
@@ -110,7 +111,7 @@ class TrainingRun:
                 self.evaluations.start_due(last=self._is_finished())
                 if self._is_finished():
                     await self._finish_evaluations()
-                if self._is_history_long() and not self._is_finished():
+                if (self._is_history_long() or is_newer_version_out()) and not self._is_finished():
                     await self._continue_as_new()
             await self._finish_evaluations()
             await self._settle_surplus()
@@ -184,7 +185,7 @@ class TrainingRun:
         await workflow.wait_condition(self._can_close)
         self.followers.clear()
         self.reattached.clear()
-        workflow.continue_as_new(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
+        continue_on_newest_version(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
 
     async def _take_step(self) -> None:
         self._enter(Phase.ROLLOUT)
@@ -449,7 +450,7 @@ class TrainingRun:
         self.followers.clear()
         self.reattached.clear()
         self.state.generation += 1
-        workflow.continue_as_new(TrainingRunRequest(spec=self.spec, state=self.state))
+        continue_on_newest_version(TrainingRunRequest(spec=self.spec, state=self.state))
 
     def _build_group_request(self, group: int) -> GroupRequest:
         if self.state.dataset is None:
