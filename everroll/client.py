@@ -289,6 +289,23 @@ class EverrollClient:
         except RPCError as error:
             raise _translate(error, run) from error
 
+    async def find_state(self, run: str) -> str | None:
+        """`running`, or how it ended; None when Temporal does not know the run.
+
+        Raises:
+            ConnectionError: Temporal does not answer.
+        """
+        try:
+            description = await self._describe(self._handle(run), run)
+        except RunNotFoundError:
+            return None
+        return _STATES[description.status] if description.status else "running"
+
+    async def was_stopped(self, run: str) -> bool:
+        """Whether a run that has completed was asked to stop before its last step."""
+        result, _ = await self._read_result(self._handle(run))
+        return result is not None and result.stopped
+
     async def read_start(self, run: str) -> TrainingRunRequest:
         """What the newest execution of a run was started with.
 
@@ -460,6 +477,16 @@ def _build_request(kind: type[_R], reason: str, **values: object) -> _R:
     except ValidationError as error:
         faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         raise SteeringError(f"cannot be asked: {faults}") from error
+
+
+def build_resume(reason: str, changes: Mapping[str, JsonValue], *, from_file: bool) -> ResumeRequest:
+    """How a run goes on: asked for by whoever sits here.
+
+    Raises:
+        SteeringError: the reason is too long, or no single line.
+    """
+    request = _build_request(SteerRequest, reason)
+    return ResumeRequest(from_file=from_file, changes=dict(changes), by=request.by, reason=request.reason)
 
 
 def _summarize(request: TrainingRunRequest) -> str:

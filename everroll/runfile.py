@@ -139,7 +139,7 @@ def _apply_overrides(data: TomlTable, overrides: Mapping[str, str]) -> list[Faul
     faults = []
     for dotted, text in overrides.items():
         keys = tuple(dotted.split("."))
-        value = _parse_toml_value(text)
+        value = parse_toml_value(text)
         if keys in _INPUT_PATHS:
             value = _absolute_input(value, Path.cwd())
         table: Any = data
@@ -152,7 +152,8 @@ def _apply_overrides(data: TomlTable, overrides: Mapping[str, str]) -> list[Faul
     return faults
 
 
-def _parse_toml_value(text: str) -> Any:
+def parse_toml_value(text: str) -> Any:
+    """A value as in TOML (`1e-3`, `true`, `[1, 2]`); text that is not TOML is taken as a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
     except tomllib.TOMLDecodeError:

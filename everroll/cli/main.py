@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from everroll.cli import audit, demo, processes, reference, runs, session_sweep, sessions, stack, steering
+from everroll.cli import audit, demo, processes, reference, resuming, runs, session_sweep, sessions, stack, steering
 from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
@@ -24,7 +24,10 @@ app.command("status")(runs.status)
 app.command("watch")(runs.watch)
 app.command("stop")(steering.stop)
 app.command("pause")(steering.pause)
-app.command("resume")(steering.resume)
+app.command("resume")(resuming.resume)
+app.command("set")(steering.set_values)
+app.command("skip")(steering.skip)
+app.command("fork")(resuming.fork)
 app.command("cancel")(steering.cancel)
 app.command("list")(runs.list_runs)
 app.command("audit")(audit.audit)

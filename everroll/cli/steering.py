@@ -1,26 +1,35 @@
-"""Commands that steer a run: stop, pause, resume, cancel."""
+"""Commands that steer a run that is under way: stop, pause, cancel, set, skip."""
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from everroll.cli.options import Address, Namespace, RunName, StackDir, find_target
+from everroll.cli.options import Address, Namespace, RunName, StackDir, find_target, parse_overrides
 
 if TYPE_CHECKING:
     from everroll.client import EverrollClient
 
 _STACK_DIR = Path(".everroll")
-Reason = Annotated[str, typer.Option(help="Why; shown in status and web UI.")]
+Reason = Annotated[str, typer.Option(help="Why; kept with who and when, and shown in status and web UI.")]
+Values = Annotated[
+    list[str], typer.Argument(metavar="KEY=VALUE...", help="Keys as in the run file, or their last part.")
+]
 
 
-def stop(run: RunName, address: Address = None, namespace: Namespace = None, directory: StackDir = _STACK_DIR) -> None:
+def stop(
+    run: RunName,
+    reason: Reason = "",
+    address: Address = None,
+    namespace: Namespace = None,
+    directory: StackDir = _STACK_DIR,
+) -> None:
     """Ask a run to stop after the step it is in."""
     text = f"run {run} will stop after the step it is in; follow it with: everroll watch {run}"
-    _steer(directory, address, namespace, lambda client: client.stop(run), text)
+    _steer(directory, address, namespace, lambda client: client.stop(run, reason), text)
 
 
 def pause(
@@ -35,22 +44,62 @@ def pause(
     _steer(directory, address, namespace, lambda client: client.pause(run, reason), text)
 
 
-def resume(
+def cancel(
     run: RunName,
     reason: Reason = "",
     address: Address = None,
     namespace: Namespace = None,
     directory: StackDir = _STACK_DIR,
 ) -> None:
-    """Go on with a paused run, whoever paused it."""
-    _steer(directory, address, namespace, lambda client: client.resume(run, reason), f"run {run} goes on")
-
-
-def cancel(
-    run: RunName, address: Address = None, namespace: Namespace = None, directory: StackDir = _STACK_DIR
-) -> None:
     """Cancel a run at once, with all that is under way in it."""
-    _steer(directory, address, namespace, lambda client: client.cancel(run), f"run {run} is being cancelled")
+    text = f"run {run} is being cancelled; it can go on later with: everroll resume {run}"
+    _steer(directory, address, namespace, lambda client: client.cancel(run, reason), text)
+
+
+def skip(
+    run: RunName,
+    group: Annotated[int, typer.Argument(metavar="GROUP", help="Number of the group, as status shows it.")],
+    reason: Reason = "",
+    address: Address = None,
+    namespace: Namespace = None,
+    directory: StackDir = _STACK_DIR,
+) -> None:
+    """Drop a group that plays or waits to be trained; its episodes are cancelled."""
+    text = f"group {group} of run {run} is dropped"
+    _steer(directory, address, namespace, lambda client: client.skip(run, group, reason), text)
+
+
+def set_values(
+    run: RunName,
+    values: Values,
+    reason: Reason = "",
+    address: Address = None,
+    namespace: Namespace = None,
+    directory: StackDir = _STACK_DIR,
+) -> None:
+    """Change settings of a run that is under way: learning_rate, temperature, top_p, top_k, max_tokens, max_staleness,
+    max_groups_in_flight, num_steps. A new learning rate counts from the next step, sampling for groups that start from
+    now on.
+    """
+    parsed = parse_values(values)
+
+    async def change(client: EverrollClient) -> None:
+        record = await client.set_values(run, parsed, reason)
+        for key, item in record.changes.items():
+            print(f"{key} = {item.new} (was {item.old})")
+
+    _steer(directory, address, namespace, change, f"run {run} goes by these settings from now on")
+
+
+def parse_values(texts: list[str]) -> dict[str, Any]:
+    """`KEY=VALUE` texts, values written as in TOML.
+
+    Raises:
+        CommandError: one has no `=`.
+    """
+    from everroll.runfile import parse_toml_value
+
+    return {key: parse_toml_value(text) for key, text in parse_overrides(texts).items()}
 
 
 def _steer(
