@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import cast
 
 from everroll.engines.base import EngineAnswerError
 
@@ -18,7 +19,7 @@ class AnswerReader:
         self._method, self._url, self._payload = method, url, payload
 
     def read_token_ids(self, value: object, name: str) -> list[int]:
-        if not isinstance(value, list) or not all(is_count(token) for token in value):
+        if not isinstance(value, list) or not set(map(type, value)) <= {int} or min(value, default=0) < 0:
             raise self.error(f"{name} is no list of token ids")
         return value
 
@@ -31,6 +32,14 @@ class AnswerReader:
         if not is_number or not math.isfinite(value) or value > _MAX_LOGPROB:  # type: ignore[arg-type, operator]
             raise self.error(f"{name} = {value!r} is no log-probability")
         return float(value)  # type: ignore[arg-type]
+
+    def read_logprobs(self, values: list[object], name: str) -> list[float]:
+        """All of a completion's; they are read one by one only where something is wrong."""
+        if set(map(type, values)) <= {float}:
+            logprobs = cast(list[float], values)
+            if all(map(math.isfinite, logprobs)) and max(logprobs, default=0.0) <= _MAX_LOGPROB:
+                return logprobs
+        return [self.read_logprob(value, f"{name}[{index}]") for index, value in enumerate(values)]
 
     def read_version(self, value: object) -> int:
         """Engines keep the version as text; `default` stands for weights that nobody has named yet."""

@@ -170,14 +170,14 @@ class _Reader(AnswerReader):
         if not isinstance(value, list) or len(value) != len(token_ids):
             got = len(value) if isinstance(value, list) else "no"
             raise self.error(f"{got} log-probabilities for {len(token_ids)} tokens")
-        logprobs = []
-        for index, (row, token_id) in enumerate(zip(value, token_ids, strict=True)):
+        for index, row in enumerate(value):
             if not isinstance(row, list) or len(row) < 2:
                 raise self.error(f"output_token_logprobs[{index}] is {row!r}, expected [logprob, token id, text]")
-            if row[1] != token_id:
-                raise self.error(f"output_token_logprobs[{index}] is of token {row[1]!r}, output_ids has {token_id}")
-            logprobs.append(self.read_logprob(row[0], f"output_token_logprobs[{index}]"))
-        return logprobs
+        if [row[1] for row in value] != token_ids:
+            index = next(index for index, row in enumerate(value) if row[1] != token_ids[index])
+            got = value[index][1]
+            raise self.error(f"output_token_logprobs[{index}] is of token {got!r}, output_ids has {token_ids[index]}")
+        return self.read_logprobs([row[0] for row in value], "output_token_logprobs")
 
     def _read_token_versions(self, meta: JsonObject, num_tokens: int, version: int) -> list[int]:
         """The embedded engine reports the version of every token; elsewhere the call's version stands for all."""

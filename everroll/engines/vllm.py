@@ -221,7 +221,7 @@ class _Reader(AnswerReader):
             values = [self._open_row(index, row, token_ids[index]) for index, row in enumerate(values)]
         return Completion(
             token_ids=token_ids,
-            logprobs=[self.read_logprob(value, f"logprobs[{index}]") for index, value in enumerate(values)],
+            logprobs=self.read_logprobs(values, "logprobs"),
             weight_versions=[versions[0]] * len(token_ids),
             finish_reason=finish_reason,
             weight_version=versions[1],

@@ -28,11 +28,8 @@ from typing import Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_core import from_json, to_json
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import Route
 
 from everroll.contracts.base import Spec
 from everroll.contracts.names import ENGINE_TROUBLE_HEADER
@@ -50,6 +47,7 @@ from everroll.sessions.errors import (
 )
 from everroll.sessions.keys import derive_session_key, is_key, read_attempt
 from everroll.sessions.retention import Retention
+from everroll.sessions.routing import Handler, Route, Router
 from everroll.sessions.wires.anthropic_messages import MessagesWire
 from everroll.sessions.wires.base import Call, Json, Wire, build_openai_error
 from everroll.sessions.wires.models import build_model, build_models
@@ -61,7 +59,6 @@ SAMPLES_MEDIA_TYPE = "application/vnd.safetensors"
 
 _log = logging.getLogger(__name__)
 _S = TypeVar("_S", bound=Spec)
-_Handler = Callable[[Request], Awaitable[Response]]
 _BuildError = Callable[[SessionError], Json]
 _STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 _RETRYABLE = {408, 421, 502, 503}
@@ -260,9 +257,14 @@ class SessionApp:
         chunks, size = [], 0
         try:
             async with asyncio.timeout(self.body_timeout_seconds):
-                async for chunk in request.stream():
-                    chunks.append(chunk)
-                    size += len(chunk)
+                more = True
+                while more:
+                    message = await request.receive()
+                    if message["type"] == "http.disconnect":
+                        raise ClientDisconnect
+                    chunks.append(message.get("body", b""))
+                    more = message.get("more_body", False)
+                    size += len(chunks[-1])
                     if size > self.max_body_bytes:
                         raise BodyTooLargeError(f"the body has more than {self.max_body_bytes} bytes")
         except TimeoutError as error:
@@ -270,7 +272,7 @@ class SessionApp:
         return b"".join(chunks)
 
 
-def build_app(handlers: SessionApp) -> Starlette:
+def build_app(handlers: SessionApp) -> Router:
     """The ASGI application."""
     session = "/sessions/{session_id}"
     wires: dict[str, Wire] = {
@@ -296,10 +298,10 @@ def build_app(handlers: SessionApp) -> Starlette:
         _route("/engines", handlers.show_engines, "GET"),
         _route("/health", handlers.health, "GET"),
     ]
-    return Starlette(routes=routes, exception_handlers={HTTPException: _answer_unrouted})
+    return Router(routes, _answer_unrouted)
 
 
-def _route(path: str, handler: _Handler, method: str, build_error: _BuildError = build_openai_error) -> Route:
+def _route(path: str, handler: Handler, method: str, build_error: _BuildError = build_openai_error) -> Route:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
@@ -308,7 +310,7 @@ def _route(path: str, handler: _Handler, method: str, build_error: _BuildError =
         except Exception as error:
             return _answer_error(request, _as_session_error(error), build_error)
 
-    return Route(path, guarded, methods=[method])
+    return Route(path, method, guarded)
 
 
 def _as_session_error(error: BaseException) -> SessionError:
@@ -333,12 +335,11 @@ def _log_error(what: str, error: SessionError) -> None:
     _log.log(level, "%s: %d %s", what, error.status, error)
 
 
-async def _answer_unrouted(request: Request, error: Exception) -> Response:
+def _answer_unrouted(request: Request, status: int, reason: str) -> Response:
     """404 and 405 in words: an agent may have asked for a call that is not offered."""
-    assert isinstance(error, HTTPException)
-    text = f"{request.method} {request.url.path}: {error.detail}; see docs/sessions.md for what is served"
+    text = f"{request.method} {request.url.path}: {reason}; see docs/sessions.md for what is served"
     body = {"error": {"message": text, "type": "not_found", "code": "not_found", "param": None}}
-    return _json(body, error.status_code)
+    return _json(body, status)
 
 
 def _bearer(request: Request) -> str:

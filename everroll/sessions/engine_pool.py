@@ -111,6 +111,8 @@ class EnginePool:
 
     def rank(self, session_id: str) -> list[EngineState]:
         """A session's engines in the order in which they are asked: healthy ones first."""
+        if len(self.states) == 1:
+            return list(self.states)
         ranked = sorted(self.states, key=lambda state: _weigh(state.url, session_id), reverse=True)
         return sorted(ranked, key=lambda state: not state.is_healthy)
 

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 import secrets
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
 
 from everroll.engines.base import (
     Completion,
@@ -31,6 +30,8 @@ from everroll.sessions.errors import BrokenAnswerError, EngineAwayError, PromptR
 
 _MAX_LOGPROB = 1e-4
 """Rounding can lift the log-probability of a near-certain token slightly above 0."""
+_MIN_LOGPROB = -3.4e38
+"""What float32, in which they are recorded, can hold."""
 _PROMPT_REFUSED = (400, 413, 422)
 """Statuses that speak of the request; others that refuse (a missing key or route) speak of the set-up."""
 _FIRST_BACKOFF_SECONDS = 0.05
@@ -83,12 +84,11 @@ class Upstream:
             BrokenAnswerError: an engine's answer cannot be trusted.
             PromptRefusedError: the engine refused the request itself.
         """
-        url = self.engine_url(session_id)
-        last = _Round()
+        last, url = _Round(), self.engine_url(session_id)
         bound = asyncio.timeout(self._patience.turn_seconds)
         try:
             async with bound:
-                return await self._try_until(session_id, request, min_weight_version, last)
+                return await self._try_until(session_id, request, min_weight_version, last, url)
         except TimeoutError:
             if not bound.expired():
                 raise
@@ -97,11 +97,10 @@ class Upstream:
             raise EngineAwayError(text, url) from None
 
     async def _try_until(
-        self, session_id: str, request: GenerateRequest, min_weight_version: int, last: _Round
+        self, session_id: str, request: GenerateRequest, min_weight_version: int, last: _Round, url: str
     ) -> Completion:
         loop = asyncio.get_running_loop()
         deadline, backoff = None, _FIRST_BACKOFF_SECONDS
-        url = self.engine_url(session_id)
         may_repeat = True
         while True:
             last.problems, last.can_pass, last.was_lost = [], False, False
@@ -198,6 +197,6 @@ def _check_completion(completion: Completion, url: str) -> None:
     wrong = {name: length for name, length in lengths.items() if length != count}
     if count == 0 or wrong:
         raise EngineAnswerError("POST", url, f"{count} tokens, but {wrong or 'at least one is needed'}")
-    logprobs = np.asarray(completion.logprobs, dtype=np.float32)
-    if not np.isfinite(logprobs).all() or (logprobs > _MAX_LOGPROB).any():
+    logprobs = completion.logprobs
+    if not all(map(math.isfinite, logprobs)) or min(logprobs) < _MIN_LOGPROB or max(logprobs) > _MAX_LOGPROB:
         raise EngineAnswerError("POST", url, "a value among the log-probabilities is none")
