@@ -145,19 +145,14 @@ async def _wait(client: EverrollClient, workflow_id: str) -> EvaluationRecord:
     """As long as it takes; a failure is a record too."""
     handle = client.temporal.get_workflow_handle(workflow_id, result_type=EvaluationRecord)
     try:
-        return await handle.result()
+        record: EvaluationRecord = await handle.result()
     except WorkflowFailureError as error:
         name, version = _parse_id(workflow_id)
         return EvaluationRecord(name=name, version=version, failure=describe_failure(error.cause), complete=False)
+    return record
 
 
 def _parse_id(workflow_id: str) -> tuple[str, int]:
-    *_, version, name = (
-        workflow_id.split("/")
-        if not workflow_id.rpartition("/")[2].isdigit()
-        else (
-            *workflow_id.split("/"),
-            names.DEFAULT_EVALUATION,
-        )
-    )
-    return name, int(version)
+    """Set and version; the id of the only set of a run ends with the version."""
+    *_, before, last = workflow_id.split("/")
+    return (names.DEFAULT_EVALUATION, int(last)) if last.isdigit() else (last, int(before))

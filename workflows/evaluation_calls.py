@@ -70,12 +70,11 @@ class EvaluationCalls:
             names.OPEN_EVALUATION,
             OpenEvaluationRequest(path=self._request.path),
             result_type=DatasetRef,
-            task_queue=self._rollout_queue,
+            task_queue=self._request.services.task_queue,
             start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
             heartbeat_timeout=policies.PREPARE_HEARTBEAT,
             retry_policy=policies.RETRY,
-            priority=self._priority,
             summary=f"prompts of {self._request.name}",
         )
         return dataset
