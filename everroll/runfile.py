@@ -32,7 +32,15 @@ TomlTable = dict[str, Any]
 
 Location = tuple[int | str, ...]
 
-_INPUT_PATHS = (("data", "path"), ("model", "path"), ("train", "kl_reference"))
+_INPUT_PATHS = (
+    ("run", "batches_from"),
+    ("data", "path"),
+    ("model", "path"),
+    ("eval", "path"),
+    ("eval", "sets"),
+    ("train", "kl_reference"),
+)
+_DATA_PATHS = (("data", "path"), ("eval", "path"), ("eval", "sets"))
 _HUB_NAME = re.compile(r"^[\w-]+/[\w.-]+$")
 
 
@@ -140,7 +148,7 @@ def _apply_overrides(data: TomlTable, overrides: Mapping[str, str]) -> list[Faul
     for dotted, text in overrides.items():
         keys = tuple(dotted.split("."))
         value = parse_toml_value(text)
-        if keys in _INPUT_PATHS:
+        if keys in _INPUT_PATHS or keys[:2] == ("eval", "sets"):
             value = _absolute_input(value, Path.cwd())
         table: Any = data
         for key in keys[:-1]:
@@ -195,10 +203,17 @@ def _get_text(data: TomlTable, section: str, key: str, default: str = "") -> str
 
 
 def _absolute_input(value: Any, base_dir: Path) -> Any:
-    """Paths and globs, alone or in a list, made absolute; URLs, and what is no text, as they are."""
+    """Paths and globs, alone, in a list or by name, made absolute; URLs, and what is no text, as they are."""
+    if isinstance(value, dict):
+        return {name: _absolute_input(item, base_dir) for name, item in value.items()}
     if isinstance(value, list):
         return [_absolute_input(item, base_dir) for item in value]
-    return str(_absolute(value, base_dir)) if isinstance(value, str) and not is_url(value) else value
+    return resolve_input(value, base_dir) if isinstance(value, str) else value
+
+
+def resolve_input(text: str, base_dir: Path) -> str:
+    """A path or glob made absolute; a URL as it is."""
+    return text if is_url(text) else str(_absolute(text, base_dir))
 
 
 def _absolute(text: str, base_dir: Path) -> Path:
@@ -220,15 +235,22 @@ def _file_faults(data: TomlTable, model_as_written: str) -> Iterator[Fault]:
 
 
 def _data_faults(data: TomlTable) -> Iterator[Fault]:
-    table = data.get("data")
-    paths = table.get("path") if isinstance(table, dict) else None
-    for text in paths if isinstance(paths, list) else [paths]:
-        if not isinstance(text, str) or not text or is_url(text) or Path(text.removeprefix("file://")).is_file():
-            continue
-        if not is_glob(text):
-            yield Fault("data.path", f": no file {text}; create it (JSONL, one prompt a line) or correct the path")
-        elif not glob.glob(text, recursive=True):
-            yield Fault("data.path", f": no file matches {text}; correct it")
+    for section, key in _DATA_PATHS:
+        table = data.get(section)
+        value = table.get(key) if isinstance(table, dict) else None
+        for name, paths in (value if isinstance(value, dict) else {"": value}).items():
+            dotted = f"{section}.{key}.{name}" if name else f"{section}.{key}"
+            for text in paths if isinstance(paths, list) else [paths]:
+                yield from _path_faults(dotted, text)
+
+
+def _path_faults(dotted: str, text: Any) -> Iterator[Fault]:
+    if not isinstance(text, str) or not text or is_url(text) or Path(text.removeprefix("file://")).is_file():
+        return
+    if not is_glob(text):
+        yield Fault(dotted, f": no file {text}; create it (JSONL, one prompt a line) or correct the path")
+    elif not glob.glob(text, recursive=True):
+        yield Fault(dotted, f": no file matches {text}; correct it")
 
 
 def _reference_faults(data: TomlTable) -> Iterator[Fault]:

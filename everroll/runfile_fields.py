@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from everroll.contracts.spec import RunSpec
 
@@ -66,7 +66,7 @@ def run_file_fields() -> dict[Path, RunFileField]:
 def _walk_sections(schema: JsonSchema, definitions: dict[str, JsonSchema], parent: Path) -> Iterator[RunFileSection]:
     required = set(schema.get("required", ()))
     for name, value in schema["properties"].items():
-        reference = value.get("$ref")
+        reference = _find_reference(value)
         if reference is None:
             continue
         path = (*parent, name)
@@ -80,10 +80,16 @@ def _walk_sections(schema: JsonSchema, definitions: dict[str, JsonSchema], paren
         yield from _walk_sections(section, definitions, path)
 
 
+def _find_reference(schema: JsonSchema) -> str | None:
+    """The table that stands under a key, or may; None if the key holds a value."""
+    options = [option for option in schema.get("anyOf", [schema]) if option.get("type") != "null"]
+    return str(options[0]["$ref"]) if len(options) == 1 and "$ref" in options[0] else None
+
+
 def _section_fields(schema: JsonSchema, parent: Path) -> Iterator[RunFileField]:
     required = set(schema.get("required", ()))
     for name, value in schema["properties"].items():
-        if "$ref" in value:
+        if _find_reference(value) is not None:
             continue
         yield RunFileField(
             path=(*parent, name),
@@ -148,6 +154,8 @@ def _factory_default(path: Path) -> Any:
     """The default that a field's factory makes; JSON schema does not show those."""
     model: Any = RunSpec
     for name in path[:-1]:
-        model = model.model_fields[name].annotation
+        annotation = model.model_fields[name].annotation
+        # The table of a key that may be left out stands in a union with None.
+        model = next((option for option in get_args(annotation) if option is not type(None)), annotation)
     field = model.model_fields[path[-1]]
     return None if field.default_factory is None else field.default_factory()

@@ -70,7 +70,7 @@ class Evaluation:
         if complete and self._is_work_left():
             self._continue_as_new()
         record = await self.calls.finish(self._build_record(complete), progress.parts)
-        workflow.set_current_details(render_evaluation(record))
+        workflow.set_current_details(f"**Evaluation** {record.describe()}")
         return record
 
     @workflow.signal(name=names.SIGNAL_HOLD, description="Start no new episode while true")
@@ -230,7 +230,7 @@ class Evaluation:
     async def _record_failure(self, error: FailureError) -> None:
         """Best effort: it fails all the same, and says why on its own page."""
         record = self._build_record(complete=False).model_copy(update={"failure": describe_root(error)})
-        workflow.set_current_details(render_evaluation(record))
+        workflow.set_current_details(f"**Evaluation** {record.describe()}")
         try:
             await self.calls.finish(record, [])
         except ActivityError as trouble:
@@ -245,23 +245,6 @@ class Evaluation:
             f"- episodes: {progress.num_settled} of {self._num_wanted}\n- mean reward: {mean}\n"
             f"- unusable by cause: {progress.unusable or 'none'}"
         )
-
-
-def render_evaluation(record: EvaluationRecord) -> str:
-    """A finished evaluation in words, for its page."""
-    title = f"**Evaluation {record.name}** of weights {record.version}"
-    if record.failure is not None:
-        return f"{title} failed: {record.failure}"
-    numbers = {"mean reward": record.mean_reward} | {f"pass@{k}": rate for k, rate in record.pass_at.items()}
-    lines = [
-        f"- {name}: {estimate.value:.3f} ({estimate.low:.3f} to {estimate.high:.3f}), {estimate.num_prompts} prompts"
-        for name, estimate in numbers.items()
-        if estimate is not None
-    ]
-    lines.append(f"- episodes: {record.num_episodes}, without a verdict {record.lost or 'none'}")
-    if record.num_exact_episodes < record.num_episodes:
-        lines.append(f"- weights moved: versions {record.min_weight_version} to {record.max_weight_version}")
-    return "\n".join([title + ("" if record.complete else ", ended by its deadline"), "", *lines])
 
 
 def describe_root(error: BaseException) -> str:

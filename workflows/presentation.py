@@ -21,6 +21,7 @@ _STEP = SearchAttributeKey.for_int(names.SEARCH_STEP)
 _PHASE = SearchAttributeKey.for_keyword(names.SEARCH_PHASE)
 _REWARD = SearchAttributeKey.for_float(names.SEARCH_REWARD)
 _STEPS_SHOWN = 10
+_EVALUATIONS_SHOWN = 6
 _GROUPS_SHOWN = 12
 
 
@@ -64,6 +65,13 @@ def render_details(status: RunStatus) -> str:
     if status.recent_steps:
         lines += ["", "Latest steps:", ""]
         lines += [_render_step(record) for record in reversed(status.recent_steps[-_STEPS_SHOWN:])]
+    if status.evaluations or status.evaluations_in_flight:
+        lines += ["", "Evaluations:", ""]
+        lines += [
+            f"- {start.name}, version {start.version}: runs since {_show_time(start.started_at)}"
+            for start in status.evaluations_in_flight
+        ]
+        lines += [f"- {record.describe()}" for record in reversed(status.evaluations[-_EVALUATIONS_SHOWN:])]
     return "\n".join(lines)
 
 

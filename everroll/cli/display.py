@@ -115,6 +115,8 @@ def render_progress(progress: Progress, url: str | None) -> RenderableType:
     table.add_row("groups", describe_groups(status).removeprefix("groups "))
     table.add_row("tokens/s", format_rate(progress.rate.compute()))
     table.add_row("aborts", format_counts(status.unusable_episodes))
+    if status.evaluations:
+        table.add_row("evaluation", Text(status.evaluations[-1].describe()))
     if status.last_cause is not None:
         table.add_row("last cause", Text(str(status.last_cause)))
     for line in list_attention(progress.view) if progress.view else ():

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from everroll.cli.display import Display, make_display, render_steps
 from everroll.cli.errors import FAILED
-from everroll.cli.progress import Progress, describe_indexed, list_attention
+from everroll.cli.progress import Progress, describe_indexed, list_attention, list_evaluations
 from everroll.client import EverrollClient, RunListing, RunView
 
 _POLL_SECONDS = 1.0
@@ -40,6 +40,8 @@ async def follow(client: EverrollClient, run: str, ui_url: str | None) -> int:
             console.print(text, soft_wrap=True)
         raise
     console.print(render_steps(progress.ordered_steps))
+    for line in list_evaluations(view):
+        console.print(line, markup=False, soft_wrap=True)
     print_end(console, view)
     return exit_code_of(view)
 
@@ -110,6 +112,8 @@ def print_status(view: RunView, ui_url: str | None, *, as_json: bool) -> None:
         console.print(f"{view.result.steps} steps, {view.result.trained_groups} groups trained", soft_wrap=True)
     if progress.ordered_steps:
         console.print(render_steps(progress.ordered_steps))
+    for line in list_evaluations(view):
+        console.print(line, markup=False, soft_wrap=True)
     if ui_url:
         console.print(f"web UI {view.url(ui_url)}", soft_wrap=True)
 

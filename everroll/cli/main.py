@@ -7,7 +7,7 @@ import sys
 
 import typer
 
-from everroll.cli import audit, demo, processes, reference, resuming, runs, session_sweep, sessions, stack, steering
+from everroll.cli import audit, demo, evaluation, processes, reference, resuming, runs, session_sweep, sessions, stack, steering
 from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
@@ -29,6 +29,7 @@ app.command("set")(steering.set_values)
 app.command("skip")(steering.skip)
 app.command("fork")(resuming.fork)
 app.command("cancel")(steering.cancel)
+app.command("eval")(evaluation.evaluate)
 app.command("list")(runs.list_runs)
 app.command("audit")(audit.audit)
 sessions.app.command("sweep")(session_sweep.sweep)

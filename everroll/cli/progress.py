@@ -107,6 +107,17 @@ def list_attention(view: RunView) -> list[str]:
     return lines + _list_waiting(view)
 
 
+def list_evaluations(view: RunView) -> list[str]:
+    """The latest evaluations, and those that run."""
+    if view.status is None:
+        return [f"evaluation {record.describe()}" for record in view.result.evaluations] if view.result else []
+    running = [
+        f"evaluation {start.name}, version {start.version}: runs since {format_time(start.started_at)}"
+        for start in view.status.evaluations_in_flight
+    ]
+    return [*(f"evaluation {record.describe()}" for record in view.status.evaluations), *running]
+
+
 def _list_waiting(view: RunView) -> list[str]:
     """What is stuck by a survey of this moment; by the run's own, which it takes when it does not get on, all."""
     own = view.status.survey if view.status is not None else None

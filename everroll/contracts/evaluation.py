@@ -27,6 +27,9 @@ class Estimate(Payload):
     num_prompts: int
     """Prompts that it is a mean over."""
 
+    def __str__(self) -> str:
+        return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
+
 
 class EvaluationRecord(Payload):
     """Result of the `Evaluation` workflow, and one line of `<run_dir>/evaluations.jsonl`."""
@@ -70,6 +73,23 @@ class EvaluationRecord(Payload):
     duration_seconds: float = 0.0
     episodes: BlobRef | None = None
     """Every episode's outcome, one JSON object a line."""
+
+    def describe(self) -> str:
+        """One line for people."""
+        title = f"{self.name}, version {self.version}"
+        if self.failure is not None:
+            return f"{title}: failed: {self.failure}"
+        if self.mean_reward is None:
+            return f"{title}: no episode has a verdict, {_list_counts(self.lost)}"
+        parts = [f"reward {self.mean_reward}", *(f"pass@{k} {rate}" for k, rate in self.pass_at.items())]
+        parts.append(f"{self.num_episodes} episodes of {self.num_prompts} prompts")
+        if self.lost:
+            parts.append(f"without a verdict {_list_counts(self.lost)}")
+        if self.num_exact_episodes < self.num_episodes:
+            parts.append(f"sampled by versions {self.min_weight_version} to {self.max_weight_version}")
+        if not self.complete:
+            parts.append("ended by its deadline")
+        return f"{title}: {', '.join(parts)}"
 
 
 class EvaluationProgress(Payload):
@@ -190,6 +210,10 @@ class EvaluationStart(Payload):
     version: int
     started_at: float
     """Unix seconds."""
+
+
+def _list_counts(counts: dict[str, int]) -> str:
+    return ", ".join(f"{count} {cause}" for cause, count in sorted(counts.items()))
 
 
 # What a run file and a person ask for, brought together; workflows and clients need it alike.

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ def write_prompts(path: Path, number: int) -> str:
 
 
 def build(
-    tmp_path: Path, run_name: str, task_queue: str, eval_section: dict[str, Any], **overrides: dict[str, object]
+    tmp_path: Path, run_name: str, task_queue: str, eval_section: dict[str, Any], **overrides: Mapping[str, object]
 ) -> RunSpec:
     sections = {
         **overrides,
@@ -191,7 +192,7 @@ async def test_training_goes_first_where_both_wait_for_a_worker(
         await wait_until(lambda: len(simulation.episodes) == 1)
         groups = [client.temporal.get_workflow_handle(names.group_workflow_id(run_name, group)) for group in (0, 1)]
         for workflow, wanted in ((handle, 10), *((group, 1) for group in groups)):
-            await wait_for(lambda workflow=workflow, wanted=wanted: has_pending(workflow, wanted))
+            await wait_for(functools.partial(has_pending, workflow, wanted))
         simulation.gate.set()
         await client.result(run_name)
     order = [
