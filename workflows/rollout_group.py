@@ -136,10 +136,16 @@ class RolloutGroup:
             if playing.done():
                 await playing
                 self.ended = None  # it came too late
-        finally:
-            self.closing = True
-            playing.cancel()
-            await asyncio.gather(playing, return_exceptions=True)
+        except (Exception, asyncio.CancelledError):  # not what ends a coroutine whose workflow leaves the cache
+            await self._end_playing(playing)
+            raise
+        await self._end_playing(playing)
+
+    async def _end_playing(self, playing: asyncio.Task[None]) -> None:
+        """Return once no member is being played."""
+        self.closing = True
+        playing.cancel()
+        await asyncio.gather(playing, return_exceptions=True)
 
     async def _play_members(self) -> None:
         """Settle every member. The first terminal failure ends the group."""

@@ -94,6 +94,8 @@ class TrainingRun:
         self.starting: set[int] = set()
         """Groups whose start the server has not confirmed."""
         self.closing = False
+        self.evicted = False
+        """Whether the workflow left its worker's cache: this is then no end of the run."""
 
     @workflow.run
     async def run(self, request: TrainingRunRequest) -> TrainingRunResult:
@@ -128,9 +130,13 @@ class TrainingRun:
         except Exception:
             self._enter(Phase.FAILED)
             raise
+        except GeneratorExit:
+            self.evicted = True
+            raise
         finally:
-            await self._cancel_groups()
-            await self._record_the_rest()
+            if not self.evicted:
+                await self._cancel_groups()
+                await self._record_the_rest()
         result = self._build_result()
         self._enter(Phase.STOPPED if result.stopped else Phase.COMPLETED)
         return result
