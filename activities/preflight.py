@@ -36,10 +36,12 @@ class Preflight:
         """
         services = spec.services
         checks: dict[str, Awaitable[object]] = {
-            f"session server {services.session_url}": self._check_sessions(spec),
-            f"store {services.store_url}": asyncio.to_thread(_check_store, services.store_url),
-            **{f"engine {url}": self._check_engine(services.engine_kind, url) for url in services.engine_urls},
+            f"store {services.store_url}": asyncio.to_thread(_check_store, services.store_url)
         }
+        if spec.run.mode != "train":
+            checks[f"session server {services.session_url}"] = self._check_sessions(spec)
+            for url in services.engine_urls:
+                checks[f"engine {url}"] = self._check_engine(services.engine_kind, url)
         checks = {name: asyncio.wait_for(check, _CHECK_SECONDS) for name, check in checks.items()}
         # Every row is read, perhaps downloaded: that takes its time, within the activity's deadline.
         checks["data"] = asyncio.to_thread(load_dataset, spec.data.path)

@@ -17,6 +17,7 @@ from temporalio import activity
 from temporalio.client import Client
 from temporalio.worker import Worker, WorkerDeploymentConfig
 
+from activities.batches import read_batch, record_batch
 from activities.boundary import BoundaryInterceptor
 from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
 from activities.runs import GroupActivities, HealthActivities
@@ -223,6 +224,8 @@ class Simulation:
             names.PUBLISH_WEIGHTS: self.publish_weights,
             names.AWAIT_GROUPS: GroupActivities(client).await_groups,
             names.AWAIT_EVALUATION: EvaluationActivities(client).await_evaluation,
+            names.RECORD_BATCH: record_batch,
+            names.READ_BATCH: read_batch,
             names.OPEN_EVALUATION: open_evaluation,
             names.STORE_EPISODES: store_episodes,
             names.FINISH_EVALUATION: finish_evaluation,

@@ -19,6 +19,9 @@ from everroll.store import LocalStore, open_store
 from everroll.tokens.samples import MalformedSamplesError, Sample, SampleSet, decode_samples
 from trainer.errors import TrainingDataError
 
+_LARGEST_REWARD = 1e37
+"""Advantages are float32, and squares of differences must not overflow in float64."""
+
 
 @dataclass(frozen=True)
 class TrainingEpisode:
@@ -59,7 +62,7 @@ def load_batch(request: TrainRequest, vocab_size: int) -> TrainingBatch:
     _validate_order(request)
     store = open_store(request.store_url)
     limits = _Limits(max_weight_version=request.step - 1, vocab_size=vocab_size)
-    groups = tuple(_load_group(request.run, item, store, limits) for item in request.batch)
+    groups = tuple(_load_group(request.played_by or request.run, item, store, limits) for item in request.batch)
     size = len(groups[0].episodes)
     for group in groups:
         if len(group.episodes) != size:
@@ -118,6 +121,8 @@ def _load_episode(
         raise TrainingDataError(f"{who}: status {outcome.status.value} carries no verdict")
     if outcome.reward is None or not math.isfinite(outcome.reward):
         raise TrainingDataError(f"{who}: reward {outcome.reward} is not a finite number")
+    if abs(outcome.reward) > _LARGEST_REWARD:
+        raise TrainingDataError(f"{who}: reward {outcome.reward:g} is beyond {_LARGEST_REWARD:g}")
     if outcome.samples is None:
         raise TrainingDataError(f"{who}: no samples are stored")
     try:

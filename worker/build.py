@@ -13,6 +13,7 @@ from temporalio.client import Client
 from temporalio.common import VersioningBehavior, WorkerDeploymentVersion
 from temporalio.worker import PollerBehaviorAutoscaling, Worker, WorkerDeploymentConfig
 
+from activities.batches import read_batch, record_batch
 from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
 from activities.curriculum import CurriculumActivities
@@ -85,6 +86,8 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
                 health.await_server,
                 health.survey_groups,
                 store_group,
+                record_batch,
+                read_batch,
                 open_evaluation,
                 store_episodes,
                 finish_evaluation,

@@ -10,6 +10,7 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
+    from everroll.contracts.batches import ReadBatchRequest, StoredBatch
     from everroll.contracts.health import Survey, SurveyRequest
     from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, GroupResult
     from everroll.contracts.spec import RunSpec
@@ -88,6 +89,8 @@ class RunCalls:
         )
 
     async def prepare_trainer(self) -> Weights:
+        if self._spec.run.mode == "rollout":
+            return Weights(version=0, path=self._spec.model.path)
         weights: Weights = await workflow.execute_activity(
             names.PREPARE_TRAINER,
             PrepareTrainerRequest(
@@ -107,32 +110,65 @@ class RunCalls:
         )
         return weights
 
-    async def train(self, step: int, batch: list[GroupResult], mark: LedgerMark) -> TrainResult:
+    async def train(
+        self, step: int, batch: list[GroupResult], mark: LedgerMark | None, stored: StoredBatch | None = None
+    ) -> TrainResult:
+        """Train a batch; a run that only plays writes it down. `stored`: where it is from, if another run played it."""
+        request = TrainRequest(
+            run=self._spec.run.name,
+            run_dir=self.run_dir,
+            step=step,
+            seed=self._spec.run.seed,
+            store_url=stored.store_url if stored else self._spec.services.store_url,
+            batch=[
+                GroupBatchItem(group=result.group, manifest=result.manifest)
+                for result in batch
+                if result.manifest is not None
+            ],
+            model=self._spec.model,
+            train=self._spec.train,
+            mark=mark,
+            played_by=stored.run if stored else None,
+        )
+        return await (self._record_batch(request) if self._spec.run.mode == "rollout" else self._train(request))
+
+    async def read_batch(self, step: int) -> StoredBatch:
+        """A batch that another run has stored."""
+        stored: StoredBatch = await workflow.execute_activity(
+            names.READ_BATCH,
+            ReadBatchRequest(directory=self._spec.run.batches_from or "", step=step),
+            result_type=StoredBatch,
+            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary=f"batch {step}",
+        )
+        return stored
+
+    async def _record_batch(self, request: TrainRequest) -> TrainResult:
+        recorded: TrainResult = await workflow.execute_activity(
+            names.RECORD_BATCH,
+            request,
+            result_type=TrainResult,
+            start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
+            schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            retry_policy=policies.RETRY,
+            summary=f"batch {request.step}: {len(request.batch)} groups",
+        )
+        return recorded
+
+    async def _train(self, request: TrainRequest) -> TrainResult:
         deadline = timedelta(seconds=self._spec.train.step_timeout_seconds)
         trained: TrainResult = await workflow.execute_activity(
             names.TRAIN_STEP,
-            TrainRequest(
-                run=self._spec.run.name,
-                run_dir=self.run_dir,
-                step=step,
-                seed=self._spec.run.seed,
-                store_url=self._spec.services.store_url,
-                batch=[
-                    GroupBatchItem(group=result.group, manifest=result.manifest)
-                    for result in batch
-                    if result.manifest is not None
-                ],
-                model=self._spec.model,
-                train=self._spec.train,
-                mark=mark,
-            ),
+            request,
             result_type=TrainResult,
             task_queue=names.train_queue(self._spec.services.task_queue),
             start_to_close_timeout=deadline,
             schedule_to_close_timeout=deadline * policies.ATTEMPTS_ALLOWANCE,
             heartbeat_timeout=timedelta(seconds=self._spec.train.heartbeat_timeout_seconds),
             retry_policy=policies.RETRY,
-            summary=f"step {step}: {len(batch)} groups",
+            summary=f"step {request.step}: {len(request.batch)} groups",
         )
         return trained
 

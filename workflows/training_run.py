@@ -162,18 +162,27 @@ class TrainingRun:
         self.watchdog.note_progress()
         weights = await self.calls.prepare_trainer()
         self.watchdog.note_progress()
+        if self.restoring and self.spec.run.mode == "rollout":
+            self._refuse_start(
+                f"run {self.spec.run.name} only played, and is not resumed: start another; what it stored stays of use"
+            )
+        if self.spec.run.mode == "train" and (weights.version == 0 or self.restoring):
+            await self.calls.read_batch(self.spec.run.num_steps)  # all that it will need is there
+            self.state.weights, self.state.step, self.restoring = weights, weights.version, False
+            return
         if self.restoring:
             await self._restore(request, weights)
         if weights.version > 0:
-            raise ApplicationError(
+            self._refuse_start(
                 f"{self.spec.run.output_dir}/{self.spec.run.name} holds an earlier run of this name, at step "
-                f"{weights.version}; go on with it by `everroll resume`, or choose another run.name",
-                type=ErrorType.CONFIGURATION.value,
-                non_retryable=True,
+                f"{weights.version}; go on with it by `everroll resume`, or choose another run.name"
             )
         await self.publisher.publish(weights)
         self.watchdog.note_progress()
         self.state.weights = weights
+
+    def _refuse_start(self, text: str) -> NoReturn:
+        raise ApplicationError(text, type=ErrorType.CONFIGURATION.value, non_retryable=True)
 
     async def _restore(self, request: TrainingRunRequest, weights: Weights) -> NoReturn:
         """Go on as a new execution from the state that lies in the run directory.
@@ -193,7 +202,26 @@ class TrainingRun:
         self.reattached.clear()
         continue_on_newest_version(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
 
+    async def _train_stored(self) -> None:
+        """A step of a run that plays nothing: the batch of the same number that another run has stored."""
+        limit = timedelta(seconds=self.spec.rollout.abort_budget.max_pause_seconds) + policies.PAUSE_GRACE
+        await workflow.wait_condition(lambda: not self.pauses.paused or self.fatal is not None, timeout=limit)
+        if self.fatal is not None:
+            raise self.fatal
+        self._enter(Phase.TRAINING)
+        stored = await self.calls.read_batch(self.state.step + 1)
+        batch, started = stored.build_results(), workflow.time()
+        trained = await self.calls.train(self.state.step + 1, batch, None, stored)
+        self.watchdog.note_progress()
+        self.metrics.count_trained(len(batch))
+        seconds = workflow.time() - started
+        self.ledger.finish_step(batch, trained, rollout_seconds=0.0, train_seconds=seconds, publish_seconds=0.0)
+        self._record_soon()
+
     async def _take_step(self) -> None:
+        if self.spec.run.mode == "train":
+            await self._train_stored()
+            return
         self._enter(Phase.ROLLOUT)
         started = self.state.rollout_started_at or workflow.time()
         self.state.rollout_started_at = started
@@ -307,7 +335,7 @@ class TrainingRun:
         return await self.calls.take_survey(sorted(self.state.in_flight))
 
     def _admit_groups(self) -> None:
-        if self.fatal is not None or self.closing or self.pauses.paused:
+        if self.fatal is not None or self.closing or self.pauses.paused or self.spec.run.mode == "train":
             return
         while self.ledger.can_admit(self.state.stop_requested):
             if len(self.starting) >= policies.MAX_STARTING_GROUPS:

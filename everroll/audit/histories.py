@@ -264,7 +264,7 @@ class _RunReader:
         attributes = event.activity_task_scheduled_event_attributes
         name = attributes.activity_type.name
         request: Payload | None = None
-        if name == names.TRAIN_STEP:
+        if name in (names.TRAIN_STEP, names.RECORD_BATCH):
             step = await self.decode(attributes.input, TrainRequest)
             self.events.append(StepScheduled(step, self._num_tasks))
             request = step
@@ -275,7 +275,7 @@ class _RunReader:
     async def _take_completed(self, event: HistoryEvent) -> None:
         attributes = event.activity_task_completed_event_attributes
         name, request = self._scheduled.pop(attributes.scheduled_event_id)
-        if name == names.TRAIN_STEP and isinstance(request, TrainRequest):
+        if name in (names.TRAIN_STEP, names.RECORD_BATCH) and isinstance(request, TrainRequest):
             self.events.append(StepCompleted(request.step, await self.decode(attributes.result, TrainResult)))
         elif name == names.AWAIT_GROUPS:
             awaited = await self.decode(attributes.result, AwaitGroupsResult)

@@ -87,7 +87,7 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             num_done += 1
             if on_progress is not None:
                 on_progress(num_done, len(groups))
-    if account.requests:
+    if account.requests and history.spec.run.mode != "rollout":
         check_steps(account, await source.read_files(), history.spec.train, findings)
     await _add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
@@ -196,6 +196,9 @@ async def _add_notes(history: RunHistory, account: Account, tally: _Tally, findi
             f"{tally.num_by_digest} of {tally.num_episodes} episodes: the journal's retention has passed and their "
             "rows are gone; their samples were compared with the digest kept at release"
         )
+    if history.spec.run.mode == "train":
+        source = history.spec.run.batches_from
+        findings.note(f"its groups were played by the run in {source}: audit that one for prompts, tokens and verdicts")
     if history.state == "running":
         findings.note("the run is open: this covers what had settled when its history was read")
     ended = sum(fate == "ended with the run" for fate in account.fates.values())
@@ -206,6 +209,14 @@ async def _add_notes(history: RunHistory, account: Account, tally: _Tally, findi
             await asyncio.to_thread(DatasetCache().get, history.dataset)
         except ConfigurationError as error:
             findings.note(f"the prompts themselves could not be looked at: {error}")
+
+
+def _count_fates(history: RunHistory, account: Account) -> dict[str, int]:
+    """A run that only plays stores its batches where another trains them."""
+    counts = Counter(account.fates.values())
+    if history.spec.run.mode == "rollout" and "trained" in counts:
+        counts["stored"] = counts.pop("trained")
+    return dict(sorted(counts.items()))
 
 
 def _build_report(
@@ -219,7 +230,7 @@ def _build_report(
         num_steps=len(account.applied),
         num_generations=len(history.generations),
         num_groups=len(account.dispensed),
-        fates=dict(sorted(Counter(account.fates.values()).items())),
+        fates=_count_fates(history, account),
         num_episodes=tally.num_episodes,
         num_tokens=tally.num_tokens,
         num_sampled_tokens=tally.num_sampled_tokens,

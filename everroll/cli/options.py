@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,16 @@ RunName = Annotated[str, typer.Argument(metavar="RUN", help="Name of the run.")]
 Overrides = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the run file, e.g. train.learning_rate=1e-3."),
+]
+RolloutOnly = Annotated[
+    bool, typer.Option("--rollout-only", help="Play and store batches, and train nothing (run.mode = rollout).")
+]
+TrainFrom = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Train the batches that the run in this directory has stored, and play none (run.mode = train).",
+    ),
 ]
 StackDir = Annotated[Path, typer.Option("--dir", metavar="DIR", help="Directory of the local stack.")]
 Address = Annotated[
@@ -93,6 +104,20 @@ def load_spec(path: Path, overrides: list[str] | None, directory: Path, *, check
         return load_run_file(path, parse_overrides(overrides or []), services=services, check_files=check_files)
     except RunFileError as error:
         raise CommandError(str(error)) from error
+
+
+def choose_side(overrides: list[str] | None, rollout_only: bool, train_from: Path | None) -> list[str]:
+    """Overrides, with those that `--rollout-only` and `--train-from` stand for.
+
+    Raises:
+        CommandError: both are given.
+    """
+    if rollout_only and train_from is not None:
+        raise CommandError("--rollout-only and --train-from: give one of them")
+    side = ['run.mode="rollout"'] if rollout_only else []
+    if train_from is not None:
+        side = ['run.mode="train"', f"run.batches_from={json.dumps(str(train_from))}"]
+    return [*(overrides or []), *side]
 
 
 def parse_overrides(texts: list[str]) -> dict[str, str]:

@@ -11,11 +11,14 @@ from everroll.cli.options import (
     Address,
     Namespace,
     Overrides,
+    RolloutOnly,
     RunFile,
     RunName,
     SkipFileChecks,
     StackDir,
     Target,
+    TrainFrom,
+    choose_side,
     find_target,
     load_spec,
     read_stack,
@@ -32,6 +35,8 @@ _STACK_DIR = Path(".everroll")
 def run(
     file: RunFile,
     overrides: Overrides = None,
+    rollout_only: RolloutOnly = False,
+    train_from: TrainFrom = None,
     no_file_checks: SkipFileChecks = False,
     directory: StackDir = _STACK_DIR,
 ) -> None:
@@ -39,7 +44,7 @@ def run(
     from everroll.cli.execution import execute
     from everroll.cli.follow import follow
 
-    spec = load_spec(file, overrides, directory, check_files=not no_file_checks)
+    spec = load_spec(file, choose_side(overrides, rollout_only, train_from), directory, check_files=not no_file_checks)
     target = _target_of(spec, directory)
 
     async def start_and_follow(client: EverrollClient) -> int:
@@ -52,6 +57,8 @@ def run(
 def start(
     file: RunFile,
     overrides: Overrides = None,
+    rollout_only: RolloutOnly = False,
+    train_from: TrainFrom = None,
     no_file_checks: SkipFileChecks = False,
     directory: StackDir = _STACK_DIR,
 ) -> None:
@@ -59,7 +66,7 @@ def start(
     from everroll.cli.execution import execute
     from everroll.cli.follow import print_started
 
-    spec = load_spec(file, overrides, directory, check_files=not no_file_checks)
+    spec = load_spec(file, choose_side(overrides, rollout_only, train_from), directory, check_files=not no_file_checks)
     target = _target_of(spec, directory)
 
     async def start_only(client: EverrollClient) -> int:

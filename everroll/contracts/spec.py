@@ -30,11 +30,22 @@ class RunSection(Spec):
     name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
     """Name of the run; its workflow id is `everroll/<name>`."""
     num_steps: PositiveInt
-    """Optimizer steps to take."""
+    """Optimizer steps to take; with `mode = "rollout"`, batches to play."""
+    mode: Literal["full", "rollout", "train"] = "full"
+    """`full`: rollout, train, publish. `rollout`: play and store batches, and train nothing; the engines serve
+    `model.path`. `train`: train the batches that another run has stored, and play nothing (docs/one-side.md)."""
+    batches_from: str | None = None
+    """With `mode = "train"`: the directory of the run that played the batches."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """Seed of everything random in the run: episodes, sampling and training derive theirs from it."""
     output_dir: str = ".everroll/runs"
     """Directory that will hold `<name>/`: checkpoints, metrics and the resolved run file."""
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> RunSection:
+        if (self.mode == "train") != (self.batches_from is not None):
+            raise ValueError('`batches_from` and `mode = "train"` go together')
+        return self
 
 
 class ModelSection(Spec):
@@ -404,6 +415,14 @@ class RunSpec(Spec):
     train: TrainSection = Field(default_factory=TrainSection)
     eval: EvalSection = Field(default_factory=EvalSection)
     services: ServicesSection = Field(default_factory=ServicesSection)
+
+    @model_validator(mode="after")
+    def _check_evaluation(self) -> RunSpec:
+        if self.run.mode == "train" and self.eval.every:
+            raise ValueError(
+                'eval.every does not go with run.mode = "train": no engine serves the weights; use everroll eval'
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_minibatches(self) -> RunSpec:

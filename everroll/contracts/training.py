@@ -65,6 +65,8 @@ class TrainRequest(Payload):
     train: TrainSection
     mark: LedgerMark | None = None
     """Kept with the step's record."""
+    played_by: str | None = None
+    """The run whose groups these are; None: `run` itself."""
 
 
 class TrainResult(Payload):
