@@ -7,7 +7,19 @@ import sys
 
 import typer
 
-from everroll.cli import audit, demo, evaluation, processes, reference, resuming, runs, session_sweep, sessions, stack, steering
+from everroll.cli import (
+    audit,
+    demo,
+    evaluation,
+    processes,
+    reference,
+    resuming,
+    runs,
+    session_sweep,
+    sessions,
+    stack,
+    steering,
+)
 from everroll.cli.errors import FAILED, CommandError
 
 app = typer.Typer(
