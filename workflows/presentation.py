@@ -15,6 +15,7 @@ from temporalio.common import (
 from everroll.contracts import names
 from everroll.contracts.health import Waiting
 from everroll.contracts.training import Phase, RunStatus, StepRecord
+from workflows.tables import render_table, show_count
 
 _RUN = SearchAttributeKey.for_keyword(names.SEARCH_RUN)
 _STEP = SearchAttributeKey.for_int(names.SEARCH_STEP)
@@ -23,6 +24,7 @@ _REWARD = SearchAttributeKey.for_float(names.SEARCH_REWARD)
 _STEPS_SHOWN = 10
 _EVALUATIONS_SHOWN = 6
 _GROUPS_SHOWN = 12
+_STEERINGS_SHOWN = 5
 
 
 def build_search_attributes(run: str, step: int) -> TypedSearchAttributes:
@@ -43,45 +45,88 @@ def update_search_attributes(
 
 
 def render_details(status: RunStatus) -> str:
-    """The run in words: where it stands, what was lost and why, the last steps."""
+    """The run in words: where it stands, what it waits for, what was lost and why, the last steps."""
+    since = f" since {_show_time(status.phase_since)}" if status.phase_since is not None else ""
+    headline = f"**Run {status.run}**: step {status.step} of {status.num_steps}, {status.phase.value}{since}"
+    parts = [
+        [headline + (" (stop requested)" if status.stop_requested else "")],
+        _render_pause(status),
+        _render_state(status),
+        _render_survey(status),
+        _render_losses(status),
+        _render_steps(status),
+        _render_evaluations(status),
+        _render_steerings(status),
+    ]
+    return "\n\n".join("\n".join(part) for part in parts if part)
+
+
+def _render_pause(status: RunStatus) -> list[str]:
+    pause = status.pause
+    if pause is None:
+        return []
+    ending = f"goes on by itself when {pause.server} answers" if pause.server else "waits for resume"
+    return [f"**Paused** since {_show_time(pause.since)}, {ending}: {pause.message}"]
+
+
+def _render_state(status: RunStatus) -> list[str]:
     lines = [
-        f"**Run {status.run}**: step {status.step} of {status.num_steps}, {status.phase.value}"
-        + (" (stop requested)" if status.stop_requested else ""),
-        "",
         f"- weights: version {status.weight_version}",
         f"- groups: {status.groups_ready} of {status.groups_wanted} ready, "
         f"{len(status.groups_in_flight)} in flight{_list_groups(status.groups_in_flight)}",
         f"- settled: {status.trained_groups} groups trained, dropped {_list_counts(status.dropped_groups)}",
         f"- episodes: {status.num_episodes} played, unusable {_list_counts(status.unusable_episodes)}",
     ]
-    if status.last_cause is not None:
-        lines.append(f"- latest cause: {status.last_cause}")
-    if status.pause is not None:
-        ending = f"goes on by itself when {status.pause.server} answers" if status.pause.server else "waits for resume"
-        lines.insert(1, f"\n**Paused** since {_show_time(status.pause.since)}, {ending}: {status.pause.message}")
-    if status.survey is not None:
-        lines += ["", f"No progress for a while. Waiting for {status.survey.num_waiting} tasks:", ""]
-        lines += [_render_waiting(waiting, status.survey.taken_at) for waiting in status.survey.waiting]
-    if status.recent_steps:
-        lines += ["", "Latest steps:", ""]
-        lines += [_render_step(record) for record in reversed(status.recent_steps[-_STEPS_SHOWN:])]
-    if status.evaluations or status.evaluations_in_flight:
-        lines += ["", "Evaluations:", ""]
-        lines += [
-            f"- {start.name}, version {start.version}: runs since {_show_time(start.started_at)}"
-            for start in status.evaluations_in_flight
-        ]
-        lines += [f"- {record.describe()}" for record in reversed(status.evaluations[-_EVALUATIONS_SHOWN:])]
-    return "\n".join(lines)
+    return lines if status.last_cause is None else [*lines, f"- latest cause: {status.last_cause}"]
 
 
-def _render_step(record: StepRecord) -> str:
-    # A list, because the web UI runs the cells of a Markdown table together.
-    return (
-        f"- step {record.step}: reward {record.mean_reward:.3f}, {record.num_episodes} episodes, "
-        f"{record.num_sampled_tokens} tokens sampled; rollout {record.rollout_seconds:.1f} s, "
-        f"train {record.train_seconds:.1f} s, publish {record.publish_seconds:.1f} s"
-    )
+def _render_survey(status: RunStatus) -> list[str]:
+    survey = status.survey
+    if survey is None:
+        return []
+    title = f"**No progress for a while**. At {_show_time(survey.taken_at)} it waited for {survey.num_waiting} tasks:"
+    return [title, "", *(_render_waiting(waiting, survey.taken_at) for waiting in survey.waiting)]
+
+
+def _render_losses(status: RunStatus) -> list[str]:
+    dropped, unusable = status.dropped_groups, status.unusable_episodes
+    if not dropped and not unusable:
+        return []
+    rows = [[kind, str(dropped.get(kind, 0)), str(unusable.get(kind, 0))] for kind in sorted({*dropped, *unusable})]
+    header = ["cause", "groups dropped", "episodes unusable"]
+    return ["**Lost, by cause**", "", *render_table(header, rows, num_left=1)]
+
+
+def _render_steps(status: RunStatus) -> list[str]:
+    if not status.recent_steps:
+        return []
+    header = ["step", "reward", "episodes", "tokens", "dropped", "rollout", "train", "publish"]
+    rows = [_list_cells(record) for record in reversed(status.recent_steps[-_STEPS_SHOWN:])]
+    return ["**Latest steps** (tokens sampled; groups dropped; seconds)", "", *render_table(header, rows)]
+
+
+def _list_cells(record: StepRecord) -> list[str]:
+    seconds = (record.rollout_seconds, record.train_seconds, record.publish_seconds)
+    counts = [str(record.num_episodes), show_count(record.num_sampled_tokens), str(sum(record.dropped.values()))]
+    return [str(record.step), f"{record.mean_reward:.3f}", *counts, *(f"{value:.1f}" for value in seconds)]
+
+
+def _render_evaluations(status: RunStatus) -> list[str]:
+    if not status.evaluations and not status.evaluations_in_flight:
+        return []
+    running = [
+        f"- {start.name}, version {start.version}: runs since {_show_time(start.started_at)}"
+        for start in status.evaluations_in_flight
+    ]
+    done = [f"- {record.describe()}" for record in reversed(status.evaluations[-_EVALUATIONS_SHOWN:])]
+    return ["**Evaluations**", "", *running, *done]
+
+
+def _render_steerings(status: RunStatus) -> list[str]:
+    if not status.steerings:
+        return []
+    latest = reversed(status.steerings[-_STEERINGS_SHOWN:])
+    return ["**Asked of it**", "", *(f"- {_show_time(record.at)}: {record.describe()}" for record in latest)]
 
 
 def _render_waiting(waiting: Waiting, now: float) -> str:

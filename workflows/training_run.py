@@ -71,6 +71,7 @@ class TrainingRun:
         self.metrics = RunMetrics(self.spec.run.name)
         self.ledger = Ledger(self.spec, self.state, self.metrics.count_drop)
         self.phase = Phase.PREPARING
+        self.phase_since: float | None = None
         self.calls = RunCalls(self.spec)
         self.recorder = Recorder(self.state, self.calls, lambda: self.spec)
         self.steering = Steering(self.state)
@@ -541,11 +542,18 @@ class TrainingRun:
             stop_requested=state.stop_requested,
             pause=state.pause,
             survey=self.watchdog.survey,
+            phase_since=self._shown_since(),
             num_resumes=state.num_resumes,
             steerings=state.steerings[-_STEERINGS_SHOWN:],
             evaluations=state.evaluations,
             evaluations_in_flight=list(state.evaluations_in_flight.values()),
         )
+
+    def _shown_since(self) -> float | None:
+        """The step's rollout goes on through continue-as-new, and a pause has a beginning of its own."""
+        if self._shown_phase() is Phase.PAUSED and self.state.pause is not None:
+            return self.state.pause.since
+        return self.state.rollout_started_at if self.phase is Phase.ROLLOUT else self.phase_since
 
     def _shown_phase(self) -> Phase:
         """Paused is what holds the run up: what is under way when a pause begins ends first."""
@@ -664,6 +672,8 @@ class TrainingRun:
             raise ValueError("the run is being resumed; try again in a moment")
 
     def _enter(self, phase: Phase) -> None:
+        if phase is not self.phase or self.phase_since is None:
+            self.phase_since = workflow.time()
         self.phase = phase
         status = self.status()
         workflow.upsert_search_attributes(

@@ -333,5 +333,7 @@ class RunStatus(Payload):
     """The latest, oldest first."""
     evaluations_in_flight: list[EvaluationStart] = Field(default_factory=list)
     num_resumes: int = 0
+    phase_since: float | None = None
+    """When it came to that phase, in Unix seconds."""
     steerings: list[SteeringRecord] = Field(default_factory=list)
     """What was asked of the run, oldest first; the latest of them."""
