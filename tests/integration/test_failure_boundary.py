@@ -132,13 +132,15 @@ async def test_a_wrong_scheme_is_terminal(world: World) -> None:
         await world.run(spec)
 
 
-async def test_an_agent_that_raises_is_contained(world: World) -> None:
+async def test_an_agent_that_raises_is_contained(world: World, caplog: pytest.LogCaptureFixture) -> None:
     """A7: its samples are collected all the same, its group is dropped, nothing is trained as reward 0."""
     result = await world.run(world.spec("raise_for_group_0", rollout={"max_refills": 1}))
     assert result.dropped_groups == {"agent": 1}
     assert result.unusable_episodes == {"agent": 4}
     assert world.trained_groups() == [[1, 2], [3, 4]]
     assert sum("/samples" in request and "-0-" in request for request in world.proxy.requests) >= 4
+    for session in ("0-0-0", "0-0-1", "0-1-0", "0-1-1"):
+        assert f"session {result.run}-{session}: agent: KeyError: 'tool'" in caplog.text
 
 
 async def test_a_deadline_ends_an_agent_that_never_returns(world: World) -> None:
@@ -268,6 +270,23 @@ async def test_preflight_names_a_server_that_is_not_there(world: World) -> None:
     assert not any("POST /sessions" in request for request in world.proxy.requests)
 
 
+async def test_preflight_names_all_faults_at_once(world: World) -> None:
+    world.simulation.preflight = world.runs.prepare_run
+    await world.proxy.refuse()
+    await world.engine_proxy.refuse()
+    spec = world.spec(services={"store_url": "/proc/nowhere"}, data={"path": "/no/prompts.jsonl"})
+    with pytest.raises(RunFailedError) as caught:
+        await world.run(spec)
+    faults = [line for line in str(caught.value).splitlines() if line.startswith("- ")]
+    for start in (
+        f"- session server {world.proxy.url}: ConnectError",
+        "- store /proc/nowhere: ",
+        f"- engine {world.engine_proxy.url}: EngineUnavailableError",
+        "- data: ",
+    ):
+        assert any(fault.startswith(start) for fault in faults), (start, faults)
+
+
 async def test_a_session_server_that_dies_and_comes_back(world: World) -> None:
     """A4: paused within the budget, and on by itself; nothing is trained twice or from nothing."""
     budget = {"window": 8, "max_share": 0.5, "probe_seconds": 0.1}
@@ -308,7 +327,7 @@ async def test_a_prompt_that_is_too_long_settles_as_data(world: World) -> None:
     """B5: refused with 400 at every attempt; the job goes on."""
     world.engine.refuse = lambda body: len(body["input_ids"]) > 100
     world.simulation.dataset = write_dataset(
-        Path(world.simulation.dataset.path), ["too long " * 100 if n == 1 else "short" for n in range(20)]
+        Path(str(world.simulation.dataset.path)), ["too long " * 100 if n == 1 else "short" for n in range(20)]
     )
     result = await world.run(world.spec(rollout={"max_refills": 1}))
     assert result.dropped_groups == {"data": 1}

@@ -12,6 +12,7 @@ import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.client import WorkflowHandle
 from temporalio.common import SearchAttributeKey
+from temporalio.service import RPCError
 
 from everroll.client import EverrollClient, RunFailedError, SteeringError
 from everroll.contracts import names
@@ -19,7 +20,7 @@ from everroll.contracts.health import HoldRequest, Pause
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, GroupRequest
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.training import Phase, PublishRequest
+from everroll.contracts.training import Phase, PrepareTrainerRequest, PublishRequest
 from everroll.engines.base import EngineUnavailableError, WeightUpdateError
 from everroll.local.ports import choose_port
 from tests.integration.test_orchestration import wait_for_status
@@ -109,7 +110,7 @@ async def test_a_dead_server_pauses_the_run_until_it_answers(
 async def test_resume_ends_a_pause_that_waits_for_a_server(
     client: EverrollClient, run_name: str, task_queue: str
 ) -> None:
-    """The probe gets no answer, but a person knows better."""
+    """The probe gets no answer, but a person knows better; what was counted before the pause counts no more."""
     async with flaky_simulation() as (simulation, flaky), simulation.workers(client.temporal, task_queue):
         flaky.down = True
         await client.start(build_spec(run_name, task_queue, rollout=ROLLOUT))
@@ -120,7 +121,13 @@ async def test_resume_ends_a_pause_that_waits_for_a_server(
         assert view.status.unusable_episodes["transport"] >= 5
         description = await client.temporal.get_workflow_handle(names.run_workflow_id(run_name)).describe()
         assert description.typed_search_attributes.get(PHASE) == "paused"
-        flaky.down = False
+        losses = iter([True])
+
+        def lose_one_more(key: EpisodeKey) -> CollectResult:
+            flaky.down = next(losses, False)
+            return flaky.collect(key)
+
+        simulation.collect = lose_one_more
         await client.resume(run_name)
         result = await asyncio.wait_for(client.result(run_name), 60)
     assert result.steps == 2
@@ -406,6 +413,51 @@ async def test_a_group_that_starts_while_the_run_is_paused_is_on_hold(
     assert len(simulation.episodes) == 2
 
 
+async def test_a_group_admitted_just_before_a_pause_starts_on_hold(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """Going on and pausing meet in one workflow task, as when the worker was away: nothing is played in between."""
+    ready = False
+
+    def prepare(request: PrepareTrainerRequest) -> None:
+        if not ready:
+            raise TimeoutError("not yet")
+
+    simulation = Simulation(on_prepare_trainer=prepare)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}))
+        await wait_for_status(client, run_name, lambda view: view.status is not None)
+        await client.pause(run_name)
+        ready = True
+        await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.phase is Phase.PAUSED
+        )
+    steering = [asyncio.create_task(client.resume(run_name))]
+    await asyncio.sleep(0.5)  # they are taken in in this order
+    steering.append(asyncio.create_task(client.pause(run_name, "after all")))
+    await asyncio.sleep(0.5)
+    async with simulation.workers(client.temporal, task_queue):
+        await asyncio.wait_for(asyncio.gather(*steering), 30)
+        for group in range(2):
+            await wait_for_start(client.temporal.get_workflow_handle(names.group_workflow_id(run_name, group)))
+        await asyncio.sleep(0.5)
+        assert simulation.episodes == []
+        await client.resume(run_name)
+        await asyncio.wait_for(client.result(run_name), 60)
+    assert len(simulation.episodes) == 4
+
+
+async def wait_for_start(handle: WorkflowHandle[Any, Any]) -> None:
+    """Until its first task is done."""
+    async with asyncio.timeout(30):
+        while True:
+            with contextlib.suppress(RPCError):
+                events = [event async for event in handle.fetch_history_events()]
+                if EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED in [event.event_type for event in events]:
+                    return
+            await asyncio.sleep(0.05)
+
+
 async def test_a_person_pauses_and_resumes(client: EverrollClient, run_name: str, task_queue: str) -> None:
     simulation = Simulation(train_gate=asyncio.Event())
     assert simulation.train_gate is not None
@@ -415,7 +467,7 @@ async def test_a_person_pauses_and_resumes(client: EverrollClient, run_name: str
             client, run_name, lambda view: view.status is not None and view.status.phase is Phase.TRAINING
         )
         await client.pause(run_name, "looking at the rewards")
-        with pytest.raises(SteeringError, match="paused already: paused by request: looking"):
+        with pytest.raises(SteeringError, match=r"paused already: paused by request.*: looking"):
             await client.pause(run_name)
         simulation.train_gate.set()
         view = await wait_for_status(
