@@ -75,6 +75,8 @@ class TrainingRun:
         self.calls = RunCalls(self.spec)
         self.recorder = Recorder(self.state, self.calls, lambda: self.spec)
         self.steering = Steering(self.state)
+        self.begun = False
+        """Updates and signals can come in before `run` does."""
         self.restoring = request.resume is not None or request.fork is not None
         self.curriculum = Curriculum(self.spec, self.state)
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
@@ -104,6 +106,7 @@ class TrainingRun:
             self._follow(self.watchdog.watch())
             self.pauses.restore()
             self._reattach_groups()
+            self.begun = True
             if self.state.num_resumes:
                 self.ledger.use(self.spec)  # the bounds hold at once
             self.evaluations.reattach()
@@ -336,7 +339,9 @@ class TrainingRun:
         return await self.calls.take_survey(sorted(self.state.in_flight))
 
     def _admit_groups(self) -> None:
-        if self.fatal is not None or self.closing or self.pauses.paused or self.spec.run.mode == "train":
+        if not self.begun or self.fatal is not None or self.closing or self.pauses.paused:
+            return
+        if self.spec.run.mode == "train" or self.state.weights is None:
             return
         while self.ledger.can_admit(self.state.stop_requested):
             if len(self.starting) >= policies.MAX_STARTING_GROUPS:
