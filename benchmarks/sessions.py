@@ -1,46 +1,55 @@
 """How fast the session server is, rendering, checks and journal included.
 
-    python benchmarks/sessions.py [--connections 1 16 64 256] [--seconds 5] [--json]
+    python -m benchmarks.sessions [--connections 1 16 64 256] [--processes 2] [--json]
 
-Starts an upstream that answers every call at once with 64 tokens, and a session server in a process of its own. Each
-connection plays conversations of four turns (a first message of 200 words, then short tool results). Rows: `direct`
-calls the upstream with ready token ids, `sessions` goes through the server; only model calls are counted. With
-`--json` the last line of output is an object with a list `rows`.
+Starts an upstream that answers every call at once with 64 tokens, and a session server. Each connection plays
+conversations of four turns: a first message of 200 words, then short tool results; the server renders the first and
+extends the others. Sessions are created over connections of their own, so that with several processes turns reach the
+wrong one as often as in use. Only model calls are counted. Rows:
+
+- `direct` calls the upstream with ready token ids, `sessions` goes through the server.
+- `sessions, while 200k tokens are collected`: the same, while the samples of one long session are fetched over and over.
+- `peer`, with `--peer-command`: another gateway. `{upstream}` in the command stands for the upstream's URL, which
+  speaks SGLang's `/generate` and OpenAI's `/v1/chat/completions`, and `{port}` for the port to listen on; `--peer-url`
+  is where it takes chat completions, `{session}` in it stands for a session's name. Without a command, `--peer-url`
+  may name one that runs.
+
+With `--json` the last line of output is an object with a list `rows`.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import multiprocessing
 import os
-import random
-import sys
+import shlex
+import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import asdict, dataclass
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-import aiohttp
 import uvloop
-from pydantic_core import from_json, to_json
+from pydantic_core import to_json
+from tokenizers import Tokenizer
 
+from benchmarks.sessions_load import TURNS_PER_SESSION, Connection, Target, play, run_upstream
 from everroll.sessions.keys import load_admin_key
-from everroll.sessions.server import SessionServerSettings, serve
-from tests.session_helpers import find_free_port, model_section, train_tokenizer, write_model_dir
+from everroll.sessions.settings import SessionServerSettings
+from tests.session_helpers import find_free_port, model_section, run_server_process, train_tokenizer, write_model_dir
 
 NUM_COMPLETION_TOKENS = 64
-TURNS_PER_SESSION = 4
-WORDS = Path(__file__).read_text().split()
-FIRST_MESSAGE = " ".join(random.Random(0).choices(WORDS, k=200))
-REPLY_WORDS = random.Random(1).choices(WORDS, k=200)
-TEXTS = [" ".join(WORDS)]
+LONG_TOKENS = 200_000
+_LONG_TURNS = 20
+_VOCABULARY = 8000
+_DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 @dataclass(frozen=True)
@@ -50,45 +59,20 @@ class Row:
     requests_per_second: float
     p50_ms: float
     p99_ms: float
-    memory_mb: float
-    """Resident memory of the server after the measurement; 0 for `direct`."""
-    cpu_ms: float
-    """The server's processor time per request, which other load on the machine hardly changes; 0 for `direct`."""
+    memory_mb: float = 0.0
+    """Resident memory of all the target's processes after the measurement."""
+    cpu_ms: float = 0.0
+    """The target's processor time per request, which other load on the machine changes less than the rest."""
+    collections: int = 0
+    """How often the long session was collected meanwhile."""
 
 
-class UpstreamProtocol(asyncio.Protocol):
-    """The least HTTP server that can answer `/generate`."""
-
-    template = b""
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self.transport: Any = transport
-        self.buffer = b""
-
-    def data_received(self, data: bytes) -> None:
-        self.buffer += data
-        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
-            head = self.buffer[:end].lower()
-            start = head.find(b"content-length:")
-            length = int(head[start + 15 :].split(b"\r\n", 1)[0]) if start >= 0 else 0
-            if len(self.buffer) < end + 4 + length:
-                return
-            body = from_json(self.buffer[end + 4 : end + 4 + length])
-            self.buffer = self.buffer[end + 4 + length :]
-            answer = self.template.replace(b'"PROMPT_TOKENS"', b"%d" % len(body["input_ids"]))
-            answer = answer.replace(b"REQUEST_ID", body["rid"].encode())
-            head = b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(answer)
-            self.transport.write(head + answer)
-
-
-def build_upstream_answer() -> bytes:
-    tokenizer = train_tokenizer(TEXTS)
-    ids = [
-        *tokenizer.encode(" ".join(REPLY_WORDS)).ids[: NUM_COMPLETION_TOKENS - 1],
-        tokenizer.token_to_id("<|im_end|>"),
-    ]
+def build_answers(tokenizer: Tokenizer, words: list[str]) -> dict[bytes, bytes]:
+    """What the upstream says, by path."""
+    text = " ".join(words[:200])
+    ids = [*tokenizer.encode(text).ids[: NUM_COMPLETION_TOKENS - 1], tokenizer.token_to_id("<|im_end|>")]
     assert len(ids) == NUM_COMPLETION_TOKENS
-    text = " ".join(REPLY_WORDS)
+    text = tokenizer.decode(ids)
     meta = {
         "id": "REQUEST_ID",
         "prompt_tokens": "PROMPT_TOKENS",
@@ -98,153 +82,214 @@ def build_upstream_answer() -> bytes:
         "finish_reason": {"type": "stop", "matched": ids[-1]},
         "output_token_logprobs": [[-0.123456789, token, None] for token in ids],
     }
-    return to_json({"text": text, "output_ids": ids, "meta_info": meta})
+    content = [{"token": f"token_id:{token}", "logprob": -0.123456789, "bytes": None} for token in ids]
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": text},
+        "finish_reason": "stop",
+        "logprobs": {"content": content},
+        "token_ids": ids,
+    }
+    usage = {"prompt_tokens": 300, "completion_tokens": len(ids), "total_tokens": 300 + len(ids)}
+    chat = {"id": "c", "object": "chat.completion", "created": 1, "model": "m", "choices": [choice], "usage": usage}
+    return {
+        b"/generate": to_json({"text": text, "output_ids": ids, "meta_info": meta}),
+        b"/v1/chat/completions": to_json({**chat, "prompt_token_ids": ids}),
+        b"/v1/models": to_json({"object": "list", "data": [{"id": "m", "object": "model"}]}),
+        b"/model_info": to_json({"weight_version": "1"}),
+        b"/get_model_info": to_json({"weight_version": "1"}),
+    }
 
 
-def run_upstream(port: int) -> None:
-    async def main() -> None:
-        UpstreamProtocol.template = build_upstream_answer()
-        server = await asyncio.get_running_loop().create_server(UpstreamProtocol, "127.0.0.1", port)
-        await server.serve_forever()
-
-    uvloop.run(main())
-
-
-async def play_session(
-    http: aiohttp.ClientSession, base_url: str, deadline: float, latencies: list[float], serial: int
-) -> None:
-    """One conversation; the latency of each model call in seconds is appended."""
-    admin = {"Authorization": f"Bearer {load_admin_key()}"}
-    async with http.post(f"{base_url}/sessions", json={"session_id": f"bench-{serial}"}, headers=admin) as response:
-        handle = await response.json()
-    headers = {"Authorization": f"Bearer {handle['api_key']}", "Content-Type": "application/json"}
-    url = f"{base_url}/sessions/{handle['session_id']}/v1/chat/completions"
-    messages: list[dict[str, Any]] = [{"role": "user", "content": FIRST_MESSAGE}]
-    for _ in range(TURNS_PER_SESSION):
-        if time.perf_counter() > deadline:
-            return
-        start = time.perf_counter()
-        async with http.post(url, data=to_json({"model": "m", "messages": messages}), headers=headers) as response:
-            body = await response.read()
-        latencies.append(time.perf_counter() - start)
-        if response.status != 200:
-            raise RuntimeError(body.decode())
-        messages.append(from_json(body)["choices"][0]["message"])
-        messages.append({"role": "user", "content": "The result is 42."})
-
-
-async def call_directly(
-    http: aiohttp.ClientSession, base_url: str, deadline: float, latencies: list[float], serial: int
-) -> None:
-    body = to_json({"rid": "direct", "input_ids": list(range(64)) * 16, "sampling_params": {"max_new_tokens": 64}})
-    start = time.perf_counter()
-    async with http.post(f"{base_url}/generate", data=body) as response:
-        await response.read()
-    latencies.append(time.perf_counter() - start)
-
-
-_Play = Callable[[aiohttp.ClientSession, str, float, list[float], int], Awaitable[None]]
-
-
-async def measure(target: str, play: _Play, base_url: str, connections: int, seconds: float, pid: int | None) -> Row:
+async def measure(target: Target, connections: int, seconds: float, pid: int | None) -> Row:
+    """Load a target for so long; `pid` is its first process."""
     latencies: list[float] = []
     serials = itertools.count(time.time_ns())
-    async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=connections)) as http:
-
-        async def keep_playing(deadline: float) -> None:
-            while time.perf_counter() < deadline:
-                await play(http, base_url, deadline, latencies, next(serials))
-
-        cpu = 0.0 if pid is None else _cpu_seconds(pid)
-        start = time.perf_counter()
-        await asyncio.gather(*(keep_playing(start + seconds) for _ in range(connections)))
-        elapsed = time.perf_counter() - start
-    cpu = 0.0 if pid is None else _cpu_seconds(pid) - cpu
+    cpu = _cpu_seconds(pid)
+    start = time.perf_counter()
+    await asyncio.gather(*(play(target, start + seconds, latencies, serials) for _ in range(connections)))
+    elapsed = time.perf_counter() - start
+    cpu = _cpu_seconds(pid) - cpu
     latencies.sort()
     return Row(
-        target=target,
+        target=target.name,
         connections=connections,
         requests_per_second=round(len(latencies) / elapsed, 1),
         p50_ms=round(latencies[len(latencies) // 2] * 1000, 2),
         p99_ms=round(latencies[int(len(latencies) * 0.99)] * 1000, 2),
-        memory_mb=0.0 if pid is None else _resident_mb(pid),
+        memory_mb=_resident_mb(pid),
         cpu_ms=round(cpu / len(latencies) * 1000, 3),
     )
 
 
-def _cpu_seconds(pid: int) -> float:
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+async def record_long_session(target: Target) -> str:
+    """A session of 200k tokens; gives its name."""
+    session = f"long-{time.time_ns()}"
+    connection = Connection(target.base_url)
+    await connection.post("/sessions", to_json({"session_id": session}), target.admin_key)
+    text = " ".join(itertools.islice(itertools.cycle(target.words), LONG_TOKENS // _LONG_TURNS))
+    messages: list[dict[str, Any]] = []
+    for _ in range(_LONG_TURNS):
+        messages.append({"role": "user", "content": text})
+        path = target.chat_path.format(session=session)
+        content = await connection.post(path, to_json({"model": "m", "messages": messages}), target.admin_key)
+        messages.append(json.loads(content)["choices"][0]["message"])
+    connection.close()
+    return session
 
 
-def _resident_mb(pid: int) -> float:
-    pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
-    return round(pages * 4096 / 2**20, 1)
+async def measure_while_collecting(target: Target, connections: int, seconds: float, pid: int) -> list[Row]:
+    """Chats alone, and chats while a long session is collected over and over."""
+    session = await record_long_session(target)
+    alone = await measure(replace(target, name="sessions, nothing collected"), connections, seconds, pid)
+    task = asyncio.create_task(_collect_forever(target, session))
+    name = f"sessions, while {LONG_TOKENS // 1000}k tokens are collected"
+    busy = await measure(replace(target, name=name), connections, seconds, pid)
+    task.cancel()
+    (outcome,) = await asyncio.gather(task, return_exceptions=True)
+    if isinstance(outcome, Exception):
+        raise outcome
+    return [alone, replace(busy, collections=_num_collected)]
+
+
+_num_collected = 0
+
+
+async def _collect_forever(target: Target, session: str) -> None:
+    global _num_collected
+    _num_collected, connection = 0, Connection(target.base_url)
+    while True:
+        samples = await connection.post(f"/sessions/{session}/samples", b"{}", target.admin_key)
+        assert len(samples) > LONG_TOKENS * 4
+        _num_collected += 1
+
+
+def _list_processes(pid: int) -> Iterator[int]:
+    yield pid
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        yield from _list_processes(int(child))
+
+
+def _cpu_seconds(pid: int | None) -> float:
+    ticks = 0
+    for each in () if pid is None else _list_processes(pid):
+        fields = Path(f"/proc/{each}/stat").read_text().rsplit(")", 1)[1].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
+
+
+def _resident_mb(pid: int | None) -> float:
+    processes = () if pid is None else _list_processes(pid)
+    pages = sum(int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in processes)
+    return round(pages * os.sysconf("SC_PAGE_SIZE") / 2**20, 1)
 
 
 async def await_port(port: int) -> None:
-    for _ in range(600):
-        try:
-            _, writer = await asyncio.open_connection("127.0.0.1", port)
-        except ConnectionError:
-            await asyncio.sleep(0.05)
-            continue
-        writer.close()
+    async with asyncio.timeout(120):
+        while True:
+            try:
+                _, writer = await asyncio.open_connection("127.0.0.1", port)
+            except ConnectionError:
+                await asyncio.sleep(0.05)
+                continue
+            writer.close()
+            return
+
+
+@contextlib.asynccontextmanager
+async def running_upstream(answers: dict[bytes, bytes]) -> AsyncIterator[str]:
+    """The upstream in a process of its own; gives its URL."""
+    port = find_free_port()
+    process = multiprocessing.get_context("spawn").Process(target=run_upstream, args=(port, answers), daemon=True)
+    process.start()
+    try:
+        await await_port(port)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        process.join(10)
+
+
+@contextlib.asynccontextmanager
+async def running_peer(arguments: argparse.Namespace, upstream: str) -> AsyncIterator[tuple[Target, int | None]]:
+    """The peer's gateway, started if there is a command for it; gives its target and process."""
+    port = find_free_port()
+    url = arguments.peer_url.replace("{port}", str(port))
+    parts = urlsplit(url)
+    target = Target("peer", url, chat_path=f"{parts.path.rstrip('/')}/chat/completions")
+    if not arguments.peer_command:
+        yield target, None
         return
-    raise RuntimeError(f"nothing listens on port {port}")
+    command = arguments.peer_command.replace("{upstream}", upstream).replace("{port}", str(port))
+    process = subprocess.Popen(shlex.split(command))
+    try:
+        await await_port(parts.port or port)
+        yield target, process.pid
+    finally:
+        process.terminate()
+        process.wait(20)
 
 
 async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[Row]:
-    upstream_port, server_port = find_free_port(), find_free_port()
-    settings = SessionServerSettings(
-        model=model_section(write_model_dir(directory / "model", train_tokenizer(TEXTS))),
-        engine_urls=[f"http://127.0.0.1:{upstream_port}"],
-        engine_kind="sglang",
-        journal_path=str(directory / "journal.db"),
-        journal_synchronous=arguments.synchronous,
-        port=server_port,
-    )
-    context = multiprocessing.get_context("spawn")
-    processes = [
-        context.Process(target=run_upstream, args=(upstream_port,), daemon=True),
-        context.Process(target=serve, args=(settings,), daemon=True),
-    ]
-    for process in processes:
-        process.start()
-    try:
-        await await_port(upstream_port)
-        await await_port(server_port)
-        rows = []
-        for connections in arguments.connections:
-            direct_url, server_url = f"http://127.0.0.1:{upstream_port}", f"http://127.0.0.1:{server_port}"
-            rows.append(await measure("direct", call_directly, direct_url, connections, arguments.seconds / 2, None))
-            pid = processes[1].pid
-            rows.append(await measure("sessions", play_session, server_url, connections, arguments.seconds, pid))
-            for row in rows[-2:]:
-                print(format_row(row), flush=True)
-        return rows
-    finally:
-        for process in processes:
-            process.terminate()
-            process.join(10)
+    texts = [path.read_text() for path in sorted(_DOCS.glob("*.md"))]
+    words = [word for text in texts for word in text.split() if word.isalpha()]
+    tokenizer = train_tokenizer(texts, _VOCABULARY)
+    rows: list[Row] = []
+
+    def add(*more: Row) -> None:
+        rows.extend(more)
+        for row in more:
+            print(format_row(row), flush=True)
+
+    async with running_upstream(build_answers(tokenizer, words)) as upstream:
+        prompt = tokenizer.encode(" ".join(words[:300])).ids
+        direct = Target("direct", upstream, generate=to_json({"rid": "direct", "input_ids": prompt}))
+        settings = SessionServerSettings(
+            model=model_section(write_model_dir(directory / "model", tokenizer)),
+            engine_urls=[upstream],
+            engine_kind="sglang",
+            journal=str(directory / "journal.sqlite"),
+            journal_synchronous=arguments.synchronous,
+            processes=arguments.processes,
+            port=find_free_port(),
+        )
+        with run_server_process(settings, directory / "server.log") as server:
+            sessions = Target("sessions", server.base_url, load_admin_key(), words=words)
+            for connections in arguments.connections:
+                add(await measure(direct, connections, arguments.seconds / 2, None))
+                add(await measure(sessions, connections, arguments.seconds, server.pid))
+            if not arguments.skip_long:
+                add(*await measure_while_collecting(sessions, 64, arguments.seconds, server.pid))
+        if arguments.peer_url:
+            async with running_peer(arguments, upstream) as (peer, pid):
+                for connections in arguments.connections:
+                    add(await measure(replace(peer, words=words), connections, arguments.seconds, pid))
+    return rows
 
 
 def format_row(row: Row) -> str:
-    speed = f"{row.requests_per_second:9.1f} requests/s  p50 {row.p50_ms:7.2f} ms  p99 {row.p99_ms:7.2f} ms"
-    return f"{row.target:9} {row.connections:4} connections {speed}  {row.memory_mb:6.1f} MB  {row.cpu_ms:6.3f} ms cpu"
+    speed = f"{row.requests_per_second:8.1f} requests/s  p50 {row.p50_ms:7.2f} ms  p99 {row.p99_ms:7.2f} ms"
+    more = f"  {row.collections} collections" if row.collections else ""
+    return f"{row.target:8} {row.connections:4} connections {speed}  {row.memory_mb:6.1f} MB  {row.cpu_ms:6.3f} ms cpu{more}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--connections", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--seconds", type=float, default=5.0, help="length of each measurement")
+    parser.add_argument("--processes", type=int, default=1, help="processes of the session server")
     parser.add_argument("--synchronous", choices=["full", "normal"], default="full", help="the journal's setting")
+    parser.add_argument("--skip-long", action="store_true", help="leave out the collection of a long session")
+    parser.add_argument("--peer-command", default="", help="starts another gateway, see above")
+    parser.add_argument("--peer-url", default="", help="where it takes chat completions, for instance .../v1")
     parser.add_argument("--json", action="store_true", help="print an object with the rows as the last line")
     arguments = parser.parse_args()
+    if arguments.peer_command and not arguments.peer_url:
+        arguments.peer_url = "http://127.0.0.1:{port}/v1"
     with tempfile.TemporaryDirectory() as directory:
         rows = uvloop.run(run_benchmark(arguments, Path(directory)))
     if arguments.json:
-        print(json.dumps({"rows": [asdict(row) for row in rows]}))
+        print(json.dumps({"turns_per_session": TURNS_PER_SESSION, "rows": [asdict(row) for row in rows]}))
 
 
 if __name__ == "__main__":

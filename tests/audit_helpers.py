@@ -130,7 +130,7 @@ def make_model(directory: Path) -> None:
 async def _play_run(home: Path, name: str, task_queue: str, temporal: TemporalServer, engine_url: str) -> None:
     client = await EverrollClient.connect(temporal.address, temporal.namespace)
     server = SessionServerSettings(
-        model=model_section(home / "model"), engine_urls=[engine_url], journal_path=str(home / "sessions.sqlite")
+        model=model_section(home / "model"), engine_urls=[engine_url], journal=str(home / "sessions.sqlite")
     )
     settings = WorkerSettings(task_queue=task_queue, admin_key=ADMIN_KEY, torch_threads=1, graceful_shutdown_seconds=0)
     async with contextlib.AsyncExitStack() as stack:

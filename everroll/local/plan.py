@@ -178,7 +178,7 @@ def _plan_session_server(
             *_everroll("session-server"),
             *_model_flags(model),
             *("--port", _port_of(addresses.session_url)),
-            *("--journal-path", str(options.directory.absolute() / "sessions.sqlite")),
+            *("--journal", str(options.directory.absolute() / "sessions.sqlite")),
             *("--engine-urls", *addresses.engine_urls),
         ),
         env={"EVERROLL_ADMIN_KEY": admin_key, "PYTHONPATH": _import_path(options.import_path)},

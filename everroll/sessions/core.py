@@ -49,7 +49,7 @@ from everroll.tokens.renderer import Message
 from everroll.tokens.samples import MalformedSamplesError, encode_samples
 
 _MAX_TROUBLE = 1000
-_SESSION_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}$")
+_SESSION_ID = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._-]{0,199}\Z")
 _EPISODE_ID = re.compile(r"^(.+)-\d+-\d+-\d+$")
 """`<run>-<group>-<member>-<attempt>`, as runs name their sessions."""
 
@@ -188,7 +188,7 @@ class SessionCore:
         """
         session = await self._get(session_id)
         _refuse_released(session.record)
-        return self._maker.count_prompt_tokens(session, request)
+        return await self._maker.count_prompt_tokens(session, request)
 
     async def recall(self, session_id: str, request_key: bytes) -> list[Message]:
         """The conversation up to and including the recorded answer to a request, for wires that name it by id.

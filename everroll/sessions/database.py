@@ -60,6 +60,10 @@ class Database(Protocol):
 
     async def read(self, sql: str, *values: Any) -> list[Row]: ...
 
+    async def read_by_key(self, sql: str, *values: Any) -> Row | None:
+        """The one row, if there is one, that a statement finds by its primary keys: a read that is short enough not to
+        be worth a thread's attention."""
+
     async def measure_used_bytes(self) -> int:
         """Space that the journal takes."""
 

@@ -163,7 +163,7 @@ def _canonical_arguments(arguments: str) -> tuple[str, str]:
     """Arguments as JSON with sorted keys, or as the text they are where the model wrote no JSON."""
     try:
         return "json", json.dumps(json.loads(arguments, parse_float=_parse_number), sort_keys=True)
-    except ValueError:
+    except (ValueError, RecursionError):  # a number of thousands of digits, brackets thousands deep: models do that
         return "text", arguments
 
 

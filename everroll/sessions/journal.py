@@ -7,6 +7,7 @@ Owners prove that they live by a lease, one row for each server.
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -96,11 +97,10 @@ class Journal:
         if record.run:
             statements.append(Statement(_FORGET_END, (record.run,)))
         await self.database.write(*statements)
-        ((owner, epoch, created_at),) = await self.database.read(
+        found = await self.database.read_by_key(
             "SELECT owner, epoch, created_at FROM sessions WHERE session_id = $1", record.session_id
         )
-        mine = (owner, epoch, created_at) == (self.server_id, 1, record.created_at)
-        return Session(record, epoch=1) if mine else None
+        return Session(record, epoch=1) if found == (self.server_id, 1, record.created_at) else None
 
     async def claim_session(self, session_id: str) -> Session | None:
         """Hold a session and read it with all its turns; None when there is none. A released one is only read.
@@ -132,11 +132,11 @@ class Journal:
 
     async def holds(self, claim: Claim) -> bool:
         """Whether this server still is what it thinks it is."""
-        rows = await self.database.read(
+        row = await self.database.read_by_key(
             "SELECT 1 FROM sessions WHERE session_id = $1 AND epoch = $2 AND owner = $3",
             *(claim.session_id, claim.epoch, self.server_id),
         )
-        return bool(rows)
+        return row is not None
 
     async def append_turn(self, claim: Claim, turn: Turn, attempt: int) -> None:
         """Write a turn. When this returns, the turn is durable."""
@@ -172,17 +172,17 @@ class Journal:
         await self.database.write(Statement(sql, (session_id, digest, num_turns)))
 
     async def load_digest(self, session_id: str) -> str | None:
-        rows = await self.database.read("SELECT digest FROM digests WHERE session_id = $1", session_id)
-        return str(rows[0][0]) if rows else None
+        row = await self.database.read_by_key("SELECT digest FROM digests WHERE session_id = $1", session_id)
+        return str(row[0]) if row else None
 
     async def find_owner(self, session_id: str) -> Owner | None:
         """The server that lives and holds a session; None when there is none."""
-        rows = await self.database.read(
+        row = await self.database.read_by_key(
             "SELECT servers.server_id, url FROM sessions JOIN servers ON server_id = owner "
             "WHERE session_id = $1 AND expires_at > {now}",
             session_id,
         )
-        return Owner(*rows[0]) if rows else None
+        return Owner(*row) if row else None
 
     async def renew_lease(self) -> None:
         await self.database.write(Statement(_RENEW, (self.server_id, self._url, self.lease_seconds)))
@@ -200,16 +200,17 @@ class Journal:
 
     async def _select_session(self, session_id: str) -> tuple[SessionRecord, str, int] | None:
         """Record, owner and epoch."""
-        rows = await self.database.read(
+        row = await self.database.read_by_key(
             f"SELECT {SESSION_COLUMNS}, owner, epoch FROM sessions WHERE session_id = $1", session_id
         )
-        return (decode_session(rows[0][:-2]), rows[0][-2], rows[0][-1]) if rows else None
+        return (decode_session(row[:-2]), row[-2], row[-1]) if row else None
 
     async def _load_turns(self, session: Session) -> None:
         rows = await self.database.read(
             f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id = $1 ORDER BY turn_index", session.record.session_id
         )
-        for turn, attempt in map(decode_turn, rows):
+        turns = await asyncio.to_thread(lambda: [decode_turn(row) for row in rows])  # long ones must not hold up others
+        for turn, attempt in turns:
             session.add(turn, attempt)
 
 

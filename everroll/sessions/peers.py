@@ -21,6 +21,7 @@ from pydantic_core import from_json, to_json
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from yarl import URL
 
+from everroll.engines.http import wrap_body
 from everroll.sessions.errors import JournalError, NotOwnerError
 from everroll.sessions.journal import Journal, Owner
 
@@ -212,7 +213,7 @@ class PeerRouting:
             async with self._http.request(
                 scope["method"],
                 url,
-                data=content,
+                data=wrap_body(content),
                 headers=[*headers, (_SERVER_HEADER, owner.server_id)],
                 timeout=self._answer_timeout,
                 allow_redirects=False,

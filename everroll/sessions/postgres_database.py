@@ -96,6 +96,10 @@ class PostgresDatabase:
             except asyncpg.PostgresError as error:
                 raise JournalError(f"journal {self.name} cannot be read: {error}") from error
 
+    async def read_by_key(self, sql: str, *values: Any) -> Row | None:
+        rows = await self.read(sql, *values)
+        return rows[0] if rows else None
+
     async def measure_used_bytes(self) -> int:
         ((size,),) = await self.read("SELECT pg_database_size(current_database())")
         return int(size)

@@ -40,6 +40,9 @@ from everroll.tokens.renderer import ChatRenderer, load_renderer
 _KEEP_ALIVE_SECONDS = 75
 """Longer than any client keeps an idle connection, so that it is the client that closes."""
 
+_GC_THRESHOLDS = (10_000, 20, 50)
+"""Turns in memory are many objects and no cycles: full collections, which walk them all, are made rare."""
+
 _ENGINE_CHECK_TIMEOUT_SECONDS = 10.0
 
 _log = logging.getLogger(__name__)
@@ -56,8 +59,8 @@ def serve(settings: SessionServerSettings) -> None:
     for host in (settings.host, settings.peer_host):
         check_bind(host, admin_key)
     with contextlib.ExitStack() as stack:
-        if not is_postgres(settings.journal_url):
-            stack.enter_context(lock_sqlite(Path(settings.journal_url)))
+        if not is_postgres(settings.journal):
+            stack.enter_context(lock_sqlite(Path(settings.journal)))
         if settings.processes > 1:
             from everroll.sessions.supervisor import supervise
 
@@ -75,6 +78,7 @@ def serve_member(settings: SessionServerSettings, listener: socket.socket | None
     """
     renderer = load_renderer(settings.model)
     gc.freeze()  # what is loaded by now stays; collections need not walk it again and again
+    gc.set_threshold(*_GC_THRESHOLDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         runner.run(_serve(settings, renderer, load_admin_key(), listener))
 
@@ -82,7 +86,7 @@ def serve_member(settings: SessionServerSettings, listener: socket.socket | None
 async def _serve(
     settings: SessionServerSettings, renderer: ChatRenderer, admin_key: str, shared: socket.socket | None
 ) -> None:
-    alone = shared is None and not is_postgres(settings.journal_url)
+    alone = shared is None and not is_postgres(settings.journal)
     listeners = [] if alone else [listen(settings.peer_host, settings.peer_port)]
     peer_url = "" if alone else _build_url(listeners[0])
     async with open_app(settings, renderer, admin_key, peer_url=peer_url, alone=alone) as app:
@@ -128,7 +132,7 @@ async def open_app(
     patience = Patience(settings.engine_patience_seconds, settings.turn_timeout_seconds)
     async with contextlib.AsyncExitStack() as stack:
         journal = await open_journal(
-            settings.journal_url,
+            settings.journal,
             settings.journal_synchronous,
             peer_url=peer_url,
             lease_seconds=settings.lease_seconds,

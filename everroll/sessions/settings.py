@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from everroll.contracts.base import Spec
 from everroll.contracts.spec import EngineKind, ModelSection, PositiveInt, Seconds
@@ -20,11 +20,9 @@ class SessionServerSettings(Spec):
     """Base URLs of the engines that sample."""
     engine_kind: EngineKind = "auto"
     """What the engines are: `sglang`, `vllm`, or `auto` to ask each."""
-    journal: str = Field(default="", repr=False)
+    journal: str = Field(min_length=1, repr=False)
     """Where turns are kept: an SQLite file, made if it is not there, or `postgresql://user@host/database`. Give a URL
     with a password in the environment, not on the command line."""
-    journal_path: str = ""
-    """Older name of `journal`."""
     journal_synchronous: Literal["full", "normal"] = "full"
     """`full`: no answered turn is lost even if the machine crashes. `normal`: only if the process is killed."""
     processes: PositiveInt = 1
@@ -82,16 +80,6 @@ class SessionServerSettings(Spec):
     """Most calls to engines at a time; others queue."""
     shutdown_grace_seconds: PositiveInt = 5
     """How long calls in flight may go on after SIGTERM."""
-
-    @model_validator(mode="after")
-    def _check_journal(self) -> Self:
-        if bool(self.journal) == bool(self.journal_path):
-            raise ValueError("one of journal and journal_path is needed, and not both")
-        return self
-
-    @property
-    def journal_url(self) -> str:
-        return self.journal or self.journal_path
 
     @property
     def limits(self) -> SessionLimits:

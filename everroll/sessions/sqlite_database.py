@@ -56,12 +56,16 @@ class _Job:
 class SqliteDatabase:
     """Open it with `open_sqlite`."""
 
-    def __init__(self, path: Path, writer: sqlite3.Connection, reader: sqlite3.Connection) -> None:
+    def __init__(
+        self, path: Path, writer: sqlite3.Connection, reader: sqlite3.Connection, finder: sqlite3.Connection
+    ) -> None:
         self.name = str(path)
         self.path = path
         self._writer = writer
         self._reader = reader
         self._reader_lock = threading.Lock()
+        self._finder = finder
+        """For the event loop's thread alone; it waits for nobody."""
         self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._loop = asyncio.get_running_loop()
         self._thread = threading.Thread(target=self._write_forever, name="journal-writer", daemon=True)
@@ -90,6 +94,14 @@ class SqliteDatabase:
         except sqlite3.Error as error:
             raise JournalError(f"journal {self.path} cannot be read: {error}") from error
 
+    async def read_by_key(self, sql: str, *values: Any) -> Row | None:
+        try:
+            row: Row | None = self._finder.execute(_adapt(sql), values).fetchone()
+        except sqlite3.Error:  # busy, for one, as while the file is recovered: the patient way then
+            rows = await self.read(sql, *values)
+            return rows[0] if rows else None
+        return row
+
     async def measure_used_bytes(self) -> int:
         ((pages, free, size),) = await self.read(
             "SELECT page_count, freelist_count, page_size "
@@ -110,6 +122,7 @@ class SqliteDatabase:
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join, WRITE_TIMEOUT_SECONDS)
         self._writer.close()
+        self._finder.close()
         with self._reader_lock:
             self._reader.close()
 
@@ -133,21 +146,21 @@ class SqliteDatabase:
             outcomes = self._commit(jobs)
             self._loop.call_soon_threadsafe(_settle, outcomes)
 
-    def _commit(self, jobs: list[_Job]) -> list[tuple[_Job, sqlite3.Error | None]]:
+    def _commit(self, jobs: list[_Job]) -> list[tuple[_Job, Exception | None]]:
         """Commit all jobs as one transaction; if that fails, each by itself, so that one bad job fails alone."""
         error = self._commit_together(jobs)
         if error is None or len(jobs) == 1:
             return [(job, error) for job in jobs]
         return [(job, self._commit_together([job])) for job in jobs]
 
-    def _commit_together(self, jobs: list[_Job]) -> sqlite3.Error | None:
+    def _commit_together(self, jobs: list[_Job]) -> Exception | None:
         try:
             self._writer.execute("BEGIN IMMEDIATE")
             for job in jobs:
                 for statement in job.statements:
                     self._writer.execute(_adapt(statement.sql), statement.values).fetchall()
             self._writer.execute("COMMIT")
-        except sqlite3.Error as error:
+        except Exception as error:  # also values that no column holds: the thread must outlive any job
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
             return error
@@ -164,7 +177,7 @@ def open_sqlite(path: Path, synchronous: str) -> SqliteDatabase:
         path.parent.mkdir(parents=True, exist_ok=True)
         writer = _connect(path, synchronous)
         _migrate(writer, path)
-        return SqliteDatabase(path, writer, _connect(path, synchronous))
+        return SqliteDatabase(path, writer, _connect(path, synchronous), _connect(path, synchronous, 0.0))
     except (OSError, sqlite3.Error) as error:
         raise JournalError(f"journal {path} cannot be opened: {error}") from error
 
@@ -208,8 +221,8 @@ def _migrate(writer: sqlite3.Connection, path: Path) -> None:
         raise
 
 
-def _connect(path: Path, synchronous: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=_BUSY_TIMEOUT_SECONDS)
+def _connect(path: Path, synchronous: str, busy_timeout_seconds: float = _BUSY_TIMEOUT_SECONDS) -> sqlite3.Connection:
+    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False, timeout=busy_timeout_seconds)
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")  # counts for a new file only
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute(f"PRAGMA synchronous = {synchronous.upper()}")
@@ -222,7 +235,7 @@ def _adapt(sql: str) -> str:
     return re.sub(r"\$(\d+)", r"?\1", DIALECT.format(sql))
 
 
-def _settle(outcomes: list[tuple[_Job, sqlite3.Error | None]]) -> None:
+def _settle(outcomes: list[tuple[_Job, Exception | None]]) -> None:
     """Tell the waiting callers, in the event loop's thread."""
     for job, error in outcomes:
         if job.done.done():  # the caller gave up

@@ -53,9 +53,9 @@ async def _supervise(settings: SessionServerSettings, listener: socket.socket) -
 
 async def _prepare_journal(settings: SessionServerSettings) -> None:
     """Make the tables once, before many try; what earlier processes held is free."""
-    journal = await open_journal(settings.journal_url, settings.journal_synchronous)
+    journal = await open_journal(settings.journal, settings.journal_synchronous)
     try:
-        if not is_postgres(settings.journal_url):
+        if not is_postgres(settings.journal):
             await journal.end_all_leases()
     finally:
         await journal.close()

@@ -32,6 +32,7 @@ _MAX_LOGPROB = 1e-4
 """Rounding can lift the log-probability of a near-certain token slightly above 0."""
 _MIN_LOGPROB = -3.4e38
 """What float32, in which they are recorded, can hold."""
+_MAX_INT32 = 2**31 - 1
 _PROMPT_REFUSED = (400, 413, 422)
 """Statuses that speak of the request; others that refuse (a missing key or route) speak of the set-up."""
 _FIRST_BACKOFF_SECONDS = 0.05
@@ -190,7 +191,7 @@ def _check_completion(completion: Completion, url: str) -> None:
     """Last gate before the journal, whatever the engine's client has checked.
 
     Raises:
-        EngineAnswerError: counts differ, or a value is no log-probability.
+        EngineAnswerError: counts differ, a value is no log-probability, or what is recorded as int32 is larger.
     """
     count = len(completion.token_ids)
     lengths = {"logprobs": len(completion.logprobs), "weight_versions": len(completion.weight_versions)}
@@ -200,3 +201,5 @@ def _check_completion(completion: Completion, url: str) -> None:
     logprobs = completion.logprobs
     if not all(map(math.isfinite, logprobs)) or min(logprobs) < _MIN_LOGPROB or max(logprobs) > _MAX_LOGPROB:
         raise EngineAnswerError("POST", url, "a value among the log-probabilities is none")
+    if max(max(completion.token_ids), max(completion.weight_versions), completion.num_cached_tokens) > _MAX_INT32:
+        raise EngineAnswerError("POST", url, "a token id, a weight version or a count is above 2**31 - 1")

@@ -68,7 +68,7 @@ async def test_a_tool_loop_with_streams_and_a_kill_in_between(engine: FakeEngine
     settings = SessionServerSettings(
         model=model_section(write_model_dir(tmp_path / "model")),
         engine_urls=[engine.base_url],
-        journal_path=str(tmp_path / "journal.db"),
+        journal=str(tmp_path / "journal.db"),
         port=find_free_port(),
     )
     with run_server_process(settings, tmp_path / "server.log") as server:

@@ -42,7 +42,7 @@ def build_settings(directory: Path, engine_url: str, history_match: str) -> Sess
     return SessionServerSettings(
         model=model.model_copy(update={"history_match": history_match}),
         engine_urls=[engine_url],
-        journal_path=str(directory / "journal.db"),
+        journal=str(directory / "journal.db"),
         port=0,
     )
 

@@ -117,8 +117,8 @@ def test_no_public_address_without_a_key(host: str, monkeypatch: pytest.MonkeyPa
 
 def test_settings_that_are_refused_do_not_show_a_password() -> None:
     options = ["--model-path", "m", "--engine-urls", "http://e", "--journal", "postgresql://u:hunter2@h/d"]
-    with pytest.raises(CommandError, match="one of journal and journal_path") as caught:
-        read_settings(SessionServerSettings, "everroll session-server", "", [*options, "--journal-path", "j"], {})
+    with pytest.raises(CommandError, match="processes") as caught:
+        read_settings(SessionServerSettings, "everroll session-server", "", [*options, "--processes", "0"], {})
     assert "hunter2" not in str(caught.value)
     settings = read_settings(SessionServerSettings, "everroll session-server", "", options, {})
     assert "hunter2" not in repr(settings)

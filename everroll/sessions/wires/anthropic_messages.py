@@ -268,7 +268,7 @@ def _read_arguments(text: str) -> Json:
     try:
         value = json.loads(text, parse_constant=_refuse_constant)
         json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
-    except ValueError:
+    except (ValueError, RecursionError):
         value = None
     return value if isinstance(value, dict) else {_RAW_ARGUMENTS: text}
 
