@@ -35,6 +35,15 @@ def merge_outcome(pending: EpisodeOutcome, report: EpisodeReport, collected: Col
     )
 
 
+def next_draw(outcome: EpisodeOutcome) -> int:
+    """What the member's next attempt draws: after an outage the same tokens, otherwise others.
+
+    So a run that had outages ends with the weights of one that had none.
+    """
+    outage = outcome.status is SampleStatus.ABORTED and outcome.cause is not None and outcome.cause.kind.is_outage
+    return outcome.draw if outage else outcome.draw + 1
+
+
 def build_group_result(
     group: int, progress: GroupProgress, outcomes: list[EpisodeOutcome], manifest: BlobRef | None, dropped: Cause | None
 ) -> GroupResult:

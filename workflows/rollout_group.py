@@ -33,7 +33,7 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.training import RecordRunRequest
     from everroll.seeds import derive_seed
     from workflows import policies
-    from workflows.group_results import build_group_result, merge_outcome, render_group
+    from workflows.group_results import build_group_result, merge_outcome, next_draw, render_group
     from workflows.reporting import GroupReporter
     from workflows.versions import continue_on_newest_version
 
@@ -180,7 +180,7 @@ class RolloutGroup:
             if outcome.status is SampleStatus.ABORTED:
                 await asyncio.sleep(policies.refill_backoff_seconds(rollout.refill_backoff_seconds, refill))
             key = pending.key.model_copy(update={"attempt": pending.key.attempt + 1})
-            self.progress.members[member] = pending.model_copy(update={"key": key})
+            self.progress.members[member] = pending.model_copy(update={"key": key, "draw": next_draw(outcome)})
 
     def _stop_if_closing(self) -> None:
         """An activity that ends well in spite of its cancellation takes the cancellation with it."""
@@ -202,7 +202,7 @@ class RolloutGroup:
         key = pending.key
         self.progress.num_episodes += 1
         try:
-            report = await self._run_episode(key)
+            report = await self._run_episode(pending)
         except ActivityError as error:
             report = EpisodeReport(key=key, status=SampleStatus.ABORTED, cause=self._build_timeout(error))
         self._stop_if_closing()
@@ -221,8 +221,9 @@ class RolloutGroup:
         text = f"activity {error.activity_id}: {error.cause}; is a rollout worker running, and not stuck?"
         return Cause(kind=CauseKind.TIMEOUT, error="TimeoutError", message=text, server=self.request.session_url)
 
-    async def _run_episode(self, key: EpisodeKey) -> EpisodeReport:
-        request, rollout, refill = self.request, self.request.rollout, self._count_refills(key)
+    async def _run_episode(self, pending: EpisodeOutcome) -> EpisodeReport:
+        key, request, rollout = pending.key, self.request, self.request.rollout
+        refill = self._count_refills(key)
         report: EpisodeReport = await workflow.execute_activity(
             names.RUN_EPISODE,
             EpisodeRequest(
@@ -231,7 +232,7 @@ class RolloutGroup:
                 agent=rollout.agent,
                 sampling=rollout.sampling,
                 # A group that is played again after a resume draws what it would have drawn before.
-                seed=derive_seed(request.seed, request.run, key.group, key.member, refill),
+                seed=derive_seed(request.seed, request.run, key.group, key.member, pending.draw),
                 session_url=request.session_url,
                 timeout_seconds=rollout.episode_timeout_seconds,
                 transport_attempts=rollout.collect_attempts,

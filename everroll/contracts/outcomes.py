@@ -61,6 +61,11 @@ class CauseKind(StrEnum):
     SURPLUS = "surplus"
     """The run completed without the group: it had been started in excess."""
 
+    @property
+    def is_outage(self) -> bool:
+        """Whether a server or the network failed, whatever was being sampled: the same draw may well succeed."""
+        return self in (CauseKind.TRANSPORT, CauseKind.TIMEOUT, CauseKind.ENGINE, CauseKind.BUSY)
+
 
 class Cause(Payload):
     """What made a sample unusable, in terms a person can act on."""

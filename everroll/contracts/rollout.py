@@ -131,6 +131,8 @@ class EpisodeOutcome(Payload):
     samples: SamplesRef | None = None
     cause: Cause | None = None
     duration_seconds: float = 0.0
+    draw: int = 0
+    """How many earlier attempts ended for a reason of their own; each such one makes the next draw other tokens."""
 
     @property
     def is_trainable(self) -> bool:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from everroll.contracts.outcomes import SampleStatus
+from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import EpisodeKey, EpisodeOutcome, EpisodeReport
 from tests.simulation import abort
-from workflows.group_results import merge_outcome
+from workflows.group_results import merge_outcome, next_draw
 
 
 def test_the_pending_episode_stays_as_it_is() -> None:
@@ -21,3 +21,20 @@ def test_the_pending_episode_stays_as_it_is() -> None:
     assert pending == EpisodeOutcome(key=key, status=SampleStatus.PENDING)
     with pytest.raises(ValueError, match="frozen"):
         pending.status = SampleStatus.ABORTED  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("status", "kind", "expected"),
+    [
+        (SampleStatus.ABORTED, CauseKind.TRANSPORT, 2),
+        (SampleStatus.ABORTED, CauseKind.ENGINE, 2),
+        (SampleStatus.ABORTED, CauseKind.ALL_TRUNCATED, 3),
+        (SampleStatus.FAILED, CauseKind.AGENT, 3),
+        (SampleStatus.FAILED, CauseKind.DEADLINE, 3),
+    ],
+)
+def test_after_an_outage_the_same_tokens_are_drawn(status: SampleStatus, kind: CauseKind, expected: int) -> None:
+    """I3: a run that had an outage ends with the weights of one that had none; an agent that failed may do better."""
+    key = EpisodeKey(run="r", group=0, member=1, attempt=5)
+    outcome = EpisodeOutcome(key=key, status=status, cause=Cause(kind=kind), draw=2)
+    assert next_draw(outcome) == expected
