@@ -163,7 +163,7 @@ class FakeEngine:
 @contextlib.asynccontextmanager
 async def run_fake_engine(*replies: str) -> AsyncIterator[FakeEngine]:
     engine = FakeEngine(replies=list(replies) or ["hello"])
-    app = web.Application()
+    app = web.Application(client_max_size=2**28)
     app.router.add_post("/generate", engine.generate)
     app.router.add_get("/health", engine.health)
     app.router.add_get("/model_info", engine.model_info)

@@ -5,6 +5,7 @@ Knows transport and JSON only; what the fields mean is the business of each engi
 
 from __future__ import annotations
 
+import io
 from dataclasses import dataclass
 
 import aiohttp
@@ -16,6 +17,7 @@ from everroll.engines.base import EngineAnswerError, EngineRejectedError, Engine
 JsonObject = dict[str, object]
 
 _RETRYABLE_4XX = frozenset({408, 425, 429})
+_MAX_WHOLE_BYTES = 2**20
 _BUSY = frozenset({503, *_RETRYABLE_4XX})
 _JSON = {"Content-Type": "application/json"}
 
@@ -69,7 +71,7 @@ class EngineHttp:
         # `sock_connect` bounds the connection itself, `total` everything else: an answer comes in one piece at the
         # end, so that a separate read timeout would only be a second name for the total.
         timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=min(self._connect_seconds, seconds))
-        payload = None if body is None else to_json(body)
+        payload = None if body is None else wrap_body(to_json(body))
         headers = self._headers if body is None else {**self._headers, **_JSON}
         try:
             async with self._session.request(
@@ -124,6 +126,11 @@ class EngineHttp:
         if not isinstance(value, dict):
             raise EngineAnswerError(method, self.url(path), "no JSON object", status=200, body=repr(value))
         return value
+
+
+def wrap_body(body: bytes) -> bytes | io.BytesIO:
+    """A large body as a file, which is sent piece by piece; as bytes it would hold up the event loop."""
+    return io.BytesIO(body) if len(body) > _MAX_WHOLE_BYTES else body
 
 
 def _find_trouble(error: BaseException) -> Trouble:

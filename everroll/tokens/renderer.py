@@ -103,8 +103,15 @@ class ChatRenderer:
         return None if rendered is None else list(rendered.token_ids)
 
     def parse(self, completion_ids: list[int], prompt_ids: list[int], tools: list[Tool] | None) -> Reply:
-        """Split a completion into text, reasoning and tool calls."""
-        parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        """Split a completion into text, reasoning and tool calls.
+
+        What no JSON parser takes, a number of thousands of digits or brackets thousands deep, is all text.
+        """
+        try:
+            parsed = self._renderer.parse_response(completion_ids, tools=tools or None, prompt_ids=prompt_ids)
+        except (ValueError, RecursionError):
+            said = [token for token in completion_ids if token not in self.stop_token_ids]
+            return Reply(content=self._tokenizer.decode(said))
         calls, malformed = [], []
         for call in parsed.tool_calls:
             arguments = call.arguments if call.arguments is not None else {}

@@ -197,6 +197,59 @@ async def test_calls_that_no_wire_can_hold_reach_the_agent_and_are_continued(sta
     await check_masked_tokens(stack.client, "s", stack.engine, given, num_samples=2)
 
 
+@pytest.mark.parametrize("value", ["9" * 4400, "[" * 2000 + "]" * 2000], ids=["digits", "brackets"])
+async def test_calls_that_no_parser_takes_reach_the_agent_as_text_and_are_continued(stack: Stack, value: str) -> None:
+    """Policies in trouble write such things; Python refuses numbers above 4300 digits and deep nesting."""
+    given = record_given(stack.engine)
+    text = f'<tool_call>\n{{"name": "add", "arguments": {{"a": {value}}}}}\n</tool_call>'
+    stack.engine.replies = [text, "done", "over"]
+    handle = await stack.open(sampling=SamplingSpec(max_tokens=5000))
+    reply = await stack.chat(handle, USER, tools=TOOLS)
+    assert reply == {"role": "assistant", "content": text}
+    await stack.chat(handle, USER, reply, USER, tools=TOOLS)
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": value}}
+    await stack.chat(handle, USER, {**say("", "assistant"), "tool_calls": [call]}, say("by the agent's own hand"))
+    await check_masked_tokens(stack.client, "s", stack.engine, given, num_samples=2)
+
+
+def set_meta(**values: Any) -> Any:
+    def mangle(answer: dict[str, Any]) -> dict[str, Any]:
+        answer["meta_info"].update(values)
+        return answer
+
+    return mangle
+
+
+@pytest.mark.parametrize(
+    "mangle",
+    [set_meta(weight_version="9" * 12), set_meta(cached_tokens=10**30), answer_with([2**40])],
+    ids=["weight version", "cached tokens", "token"],
+)
+async def test_numbers_that_no_record_holds_are_refused_and_the_next_turn_goes_on(stack: Stack, mangle: Any) -> None:
+    stack.engine.mangle = mangle
+    handle = await stack.open()
+    refused = await stack.post(handle, USER)
+    assert (refused.status_code, "above 2**31" in refused.text) == (502, True), refused.text
+    stack.engine.mangle = None
+    await stack.chat(handle, USER)
+    assert await stack.num_turns() == 1
+
+
+async def test_more_cached_tokens_than_the_prompt_has_are_not_reported(stack: Stack) -> None:
+    stack.engine.mangle = set_meta(cached_tokens=10**6)
+    handle = await stack.open()
+    usage = (await stack.post(handle, USER)).json()["usage"]
+    assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
+
+
+async def test_a_prompt_whose_call_is_larger_than_a_megabyte(stack: Stack) -> None:
+    handle = await stack.open()
+    long = say("x" * 400_000)
+    reply = await stack.chat(handle, long)
+    await stack.chat(handle, long, reply, USER)
+    assert await stack.texts() == ["one|two|"]
+
+
 REFUSING = (
     "{% for m in messages %}{% if m.role == 'system' %}{{ raise_exception('no system here') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"

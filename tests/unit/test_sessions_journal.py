@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from everroll.contracts.spec import SamplingSpec
+from everroll.sessions.database import Statement
 from everroll.sessions.errors import JournalError, NotOwnerError
 from everroll.sessions.journal import Journal, open_journal
 from everroll.sessions.journal_schema import MIGRATIONS
@@ -133,6 +134,14 @@ async def test_one_bad_write_in_a_group_fails_alone(journal: Journal) -> None:
     session = await load(journal)
     assert sorted(session.turns) == [3, 4, 5, 6]
     assert session.turns[3].request_key == b"r3"
+
+
+async def test_a_value_that_no_column_holds_fails_alone_and_the_journal_goes_on(tmp_path: Path) -> None:
+    journal = await open_journal(str(tmp_path / "journal.db"))
+    with pytest.raises(OverflowError):
+        await journal.database.write(Statement("INSERT INTO runs (run, ended_at) VALUES ('r', $1)", (2**70,)))
+    await journal.renew_lease()
+    await journal.close()
 
 
 async def test_the_same_write_again_is_no_error(journal: Journal) -> None:
