@@ -23,7 +23,6 @@ from everroll.failures import Outcome, ServerStatusError, classify, raise_for_st
 from everroll.prompts import Dataset
 from everroll.survey import survey_run
 
-
 _LINGER_SECONDS = 0.2
 """Groups that end so close to each other are reported together."""
 _MAX_RESULTS = 32
@@ -109,7 +108,10 @@ class HealthActivities:
             response = await self._http.get(f"{server.rstrip('/')}/health")
             raise_for_status(response)
         except Exception as error:
-            if classify(error).outcome is Outcome.TRANSIENT or isinstance(error, ServerStatusError):
+            # Whatever a server says that is being mended, garbage included, it will say something else later.
+            if classify(error).outcome is Outcome.TRANSIENT or isinstance(
+                error, (ServerStatusError, httpx.DecodingError)
+            ):
                 return f"{type(error).__name__}: {error}"
             raise
         return None

@@ -6,22 +6,25 @@ import asyncio
 import contextlib
 import re
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from temporalio.api.enums.v1 import EventType
-from temporalio.client import WorkflowHandle
+from temporalio.client import Client, WorkflowHandle
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError
+from temporalio.testing import ActivityEnvironment
 
+from activities.runs import HealthActivities
 from everroll.client import EverrollClient, RunFailedError, SteeringError
 from everroll.contracts import names
-from everroll.contracts.health import HoldRequest, Pause
+from everroll.contracts.health import AwaitServerRequest, HoldRequest, Pause
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, GroupRequest
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import Phase, PrepareTrainerRequest, PublishRequest
 from everroll.engines.base import EngineUnavailableError, WeightUpdateError
+from everroll.http_client import build_http_client
 from everroll.local.ports import choose_port
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec, fail, succeed
@@ -166,6 +169,32 @@ async def wait_for_hold(handle: WorkflowHandle[Any, Any]) -> None:
                 if EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED in after:
                     return
             await asyncio.sleep(0.05)
+
+
+async def test_a_probe_waits_for_a_good_answer() -> None:
+    """An error and a body that cannot be decoded are signs of a server that is being mended."""
+    answers = iter(
+        [
+            b"503 Away\r\ncontent-length: 0",
+            b"200 OK\r\ncontent-encoding: gzip\r\ncontent-length: 2",
+            b"200 OK\r\ncontent-length: 2",
+        ]
+    )
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = next(answers)
+        writer.write(b"HTTP/1.1 " + head + b"\r\nconnection: close\r\n\r\n" + b"{}" * (b": 2" in head))
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    async with server, build_http_client() as http:
+        probe = HealthActivities(cast("Client", None), http).await_server
+        request = AwaitServerRequest(server=url, probe_seconds=0.01)
+        await asyncio.wait_for(ActivityEnvironment().run(probe, request), 30)
+    assert next(answers, None) is None
 
 
 async def test_a_small_run_pauses_too(client: EverrollClient, run_name: str, task_queue: str) -> None:
