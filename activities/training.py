@@ -12,6 +12,7 @@ from temporalio import activity
 from activities.heartbeats import heartbeating
 from everroll.contracts import names
 from everroll.contracts.training import PrepareTrainerRequest, TrainRequest, TrainResult, Weights
+from trainer.errors import LostRankError
 from trainer.service import Trainer
 
 T = TypeVar("T")
@@ -35,10 +36,15 @@ class TrainingActivities:
             return await self._run(lambda: self._trainer.train_step(request, progress.report))
 
     async def _run(self, work: Callable[[], T]) -> T:
-        """A step that has begun is finished even if the activity is cancelled: a half-applied one must not be left."""
+        """A step that has begun is finished even if the activity is cancelled: a half-applied one must not be left.
+
+        Where another of the trainer's processes was lost it cannot be: this process ends, and may hang until then.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._thread, work)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
+            if self._trainer.lost_a_process:
+                raise LostRankError("a process of this trainer was lost; it starts again") from None
             await asyncio.wait([future])
             raise

@@ -1,11 +1,14 @@
-"""Two trainer processes that live as long as their standard input: `torchrun ... -m tests.trainer_ranks_driver`.
+"""Two trainer processes that live as long as rank 0's standard input: `torchrun ... -m tests.trainer_ranks_driver`.
 
-Rank 0 reads one JSON command a line, trains, and answers with one line, so that all tests share one start of torch.
+Rank 0 reads one JSON command a line, trains, and answers with one line. `--silence-seconds` is how long a rank may be
+silent, and how long one that has lost another has to end.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
+import logging
 import os
 import sys
 from pathlib import Path
@@ -16,6 +19,7 @@ from pydantic import BaseModel
 from everroll.contracts.outcomes import TrainingError
 from everroll.contracts.spec import TrainSection
 from tests.trainer_helpers import build_prepare_request, build_request
+from trainer.distributed import world as world_module
 from trainer.distributed.ranks import Ranks, follow
 from trainer.distributed.world import join_world
 from trainer.service import Trainer
@@ -33,15 +37,22 @@ class Command(BaseModel):
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--silence-seconds", type=float, default=60.0)
+    silence_seconds = parser.parse_args().silence_seconds
+    logging.basicConfig(level=logging.INFO)
     torch.set_num_threads(1)
-    world = join_world(60.0, idle_seconds=0.05)  # much idling between any two commands
+    world_module.LAST_SECONDS = min(world_module.LAST_SECONDS, silence_seconds)
+    # Much idling between any two commands.
+    world = join_world(60.0, idle_seconds=0.05, silence_seconds=silence_seconds)
     if world.rank > 0:
         return follow(world)
-    trainer = Trainer(ranks=Ranks(world))
+    ranks = Ranks(world)
+    trainer = Trainer(ranks=ranks)
     for line in sys.stdin:
         print(json.dumps(run(trainer, Command.model_validate_json(line))), flush=True)
     trainer.close()
-    return 0
+    return int(ranks.lost)
 
 
 def run(trainer: Trainer, command: Command) -> dict[str, object]:
@@ -62,4 +73,5 @@ def run(trainer: Trainer, command: Command) -> dict[str, object]:
 if __name__ == "__main__":
     code = main()
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(code)

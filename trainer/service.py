@@ -104,6 +104,11 @@ class Trainer:
             self._copy_metrics(run, request)
             return result
 
+    @property
+    def lost_a_process(self) -> bool:
+        """Whether one of several processes was lost: this one can do nothing more, and must end."""
+        return self._ranks.lost
+
     def close(self) -> None:
         """Forget the model, let go of the run directory, and let the other processes end."""
         self._let_go()

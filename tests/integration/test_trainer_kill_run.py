@@ -9,11 +9,9 @@ import asyncio
 import json
 import os
 import random
-import re
 import signal
-import subprocess
-import sys
 from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -23,100 +21,33 @@ from activities.collection import store_group
 from everroll.client import EverrollClient
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, SamplesRef
+from everroll.contracts.training import GroupBatchItem
 from everroll.store import LocalStore
 from everroll.tokens.samples import SampleSet, encode_samples
 from tests.conftest import TemporalServer
+from tests.forked import Forked, ForkServer, fork_server
 from tests.simulation import Simulation, build_spec
 from tests.trainer_helpers import build_sample, save_model
+from trainer.rundir import RunDirectory
 
 NUM_STEPS = 12
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
+GROUPS_PER_STEP = 2
 
 
-def build_environment(server: TemporalServer, task_queue: str) -> dict[str, str]:
-    return {
-        **os.environ,
-        "EVERROLL_TEMPORAL_ADDRESS": server.address,
-        "EVERROLL_TASK_QUEUE": task_queue,
-        "EVERROLL_TORCH_THREADS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
-
-
-class Trainer:
-    """Trainer workers as a person starts them, under torchrun."""
-
-    def __init__(self, server: TemporalServer, task_queue: str, log: Path) -> None:
-        torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-        self.log = log
-        with log.open("wb") as output:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *torchrun, "-m", "worker", "trainer"],
-                stdout=subprocess.DEVNULL,
-                stderr=output,
-                env=build_environment(server, task_queue),
-            )
-
-    async def wait_for(self, pattern: str) -> str:
-        """The first match of a pattern in the log; its group if it has one."""
-        async with asyncio.timeout(120):
-            while not (match := re.search(pattern, self.log.read_text())):
-                assert self.process.poll() is None, self.log.read_text()
-                await asyncio.sleep(0.02)
-        return match[match.re.groups]
-
-    async def stop(self) -> None:
-        """By SIGTERM, after which torchrun waits for its processes and ends with an error of its own."""
-        self.process.terminate()
-        await asyncio.to_thread(self.process.wait, 60)
-        assert "worker stopping" in self.log.read_text()
-
-
-class ForkedTrainers:
-    """One trainer worker after the other, for one task queue."""
-
-    def __init__(self, server: TemporalServer, task_queue: str, root: Path) -> None:
-        self._root = root
-        self._num_started = 0
-        self._driver = subprocess.Popen(
-            [sys.executable, "-m", "tests.worker_fork"],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=build_environment(server, task_queue),
-        )
-
-    async def start(self) -> int:
-        """The process id of one that polls."""
-        assert self._driver.stdin is not None
-        assert self._driver.stdout is not None
-        self._num_started += 1
-        log = self._root / f"trainer-{self._num_started}.log"
-        self._driver.stdin.write(f"{log}\n")
-        self._driver.stdin.flush()
-        pid = int(await asyncio.to_thread(self._driver.stdout.readline))
-        async with asyncio.timeout(120):
-            while not log.exists() or "worker ready" not in log.read_text():  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
-        return pid
-
-    def close(self) -> None:
-        assert self._driver.stdin is not None
-        assert self._driver.stdout is not None
-        self._driver.stdin.close()
-        assert self._driver.wait(timeout=30) == 0
-        self._driver.stdout.close()
+@pytest.fixture(scope="module")
+def server() -> Iterator[ForkServer]:
+    with fork_server() as server:
+        yield server
 
 
 class Run:
-    """One run of 12 steps, with rollouts that are a function of group and member."""
+    """One run, with rollouts that are a function of group and member, and ahead of the training."""
 
-    def __init__(self, client: EverrollClient, server: TemporalServer, name: str, task_queue: str, root: Path) -> None:
-        self.client, self.server, self.name, self.task_queue, self.root = client, server, name, task_queue, root
+    def __init__(self, client: EverrollClient, name: str, task_queue: str, root: Path, num_steps: int) -> None:
+        self.client, self.name, self.task_queue, self.root, self.num_steps = client, name, task_queue, root, num_steps
         self.store = LocalStore(root / "store")
         self.simulation = Simulation(train_queue_suffix="-elsewhere", light_activities=[store_group])
         self.simulation.collect = self.collect
-        self.num_trainers = 0
 
     def collect(self, key: EpisodeKey) -> CollectResult:
         rng = np.random.default_rng([key.group, key.member])
@@ -131,13 +62,13 @@ class Run:
         )
         return CollectResult(key=key, status=SampleStatus.COMPLETED, samples=samples)
 
-    async def start(self, parallel: str = "ddp") -> None:
+    async def start(self, **train: object) -> None:
         spec = build_spec(
             self.name,
             self.task_queue,
-            run={"num_steps": NUM_STEPS, "output_dir": str(self.root / "runs")},
+            run={"num_steps": self.num_steps, "output_dir": str(self.root / "runs")},
             model={"path": str(save_model(self.root / "model"))},
-            rollout={"episodes_per_group": 3},
+            rollout={"episodes_per_group": 3, "max_staleness": 2},
             train={
                 "device": "cpu",
                 "heartbeat_timeout_seconds": 3.0,
@@ -145,16 +76,25 @@ class Run:
                 "checkpoint_every": 4,
                 "num_minibatches": 2,
                 "tokens_per_microbatch": 40,
-                "parallel": parallel,
                 "on_replay_difference": "fail",
+                **train,
             },
             services={"store_url": str(self.store.root)},
         )
         await self.client.start(spec)
 
-    def start_pair(self) -> Trainer:
-        self.num_trainers += 1
-        return Trainer(self.server, self.task_queue, self.root / f"trainer-{self.num_trainers}.log")
+    def build_environment(self, server: TemporalServer) -> dict[str, str]:
+        """Of a trainer worker."""
+        return {
+            "EVERROLL_TEMPORAL_ADDRESS": server.address,
+            "EVERROLL_TASK_QUEUE": self.task_queue,
+            "EVERROLL_TORCH_THREADS": "1",
+        }
+
+    def read_batch(self, step: int) -> list[GroupBatchItem]:
+        record = RunDirectory(self.root / "runs" / self.name).read_record(step)
+        assert record is not None
+        return record.batch
 
     def count_steps(self) -> int:
         return len(list((self.root / "runs" / self.name / "steps").glob("step_*.json")))
@@ -165,84 +105,87 @@ class Run:
                 await asyncio.sleep(0.01)
 
     async def finish(self) -> bytes:
-        """Wait for the end; returns the last weights."""
+        """Wait for the end; returns the last weights. Every group was started once, and trained once, in order."""
         async with asyncio.timeout(300):
             result = await self.client.result(self.name)
-        assert result.steps == NUM_STEPS
+        assert result.steps == self.num_steps
         directory = self.root / "runs" / self.name
         steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-        assert steps == list(range(1, NUM_STEPS + 1))
+        assert steps == list(range(1, self.num_steps + 1))
         played = Counter(request.key.session_id for request in self.simulation.episodes)
-        assert len(played) == NUM_STEPS * 2 * 3
         assert set(played.values()) == {1}
-        return (directory / "weights" / f"step_{NUM_STEPS:06d}" / "model.safetensors").read_bytes()
+        trained = [item.group for step in range(1, self.num_steps + 1) for item in self.read_batch(step)]
+        assert trained == list(range(self.num_steps * GROUPS_PER_STEP))
+        return (directory / "weights" / f"step_{self.num_steps:06d}" / "model.safetensors").read_bytes()
 
 
-def build_runs(
-    client: EverrollClient, server: TemporalServer, name: str, task_queue: str, root: Path
-) -> tuple[Run, Run]:
-    runs = []
-    for kind in ("clean", "killed"):
-        (root / kind).mkdir()
-        runs.append(Run(client, server, f"{name}-{kind}"[-60:].strip("-"), f"{task_queue}-{kind}", root / kind))
-    return runs[0], runs[1]
-
-
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
 async def test_a_trainer_killed_at_ten_random_moments(
     client: EverrollClient,
     temporal_server: TemporalServer,
+    server: ForkServer,
     task_queue: str,
     run_name: str,
     tmp_path: Path,
 ) -> None:
-    clean, killed = build_runs(client, temporal_server, run_name, task_queue, tmp_path)
-    trainers = ForkedTrainers(temporal_server, clean.task_queue, clean.root)
-    async with clean.simulation.workers(client.temporal, clean.task_queue):
-        await clean.start()
-        last = await trainers.start()
-        wanted = await clean.finish()
-    os.kill(last, signal.SIGKILL)
-    trainers.close()
+    """The clean run is one of the same stored batches: rollouts that overlap with training are not the same twice."""
+    run = Run(client, run_name, task_queue, tmp_path, NUM_STEPS)
+    environment = run.build_environment(temporal_server)
     moments = random.Random(5)
-    trainers = ForkedTrainers(temporal_server, killed.task_queue, killed.root)
-    async with killed.simulation.workers(client.temporal, killed.task_queue):
-        await killed.start()
-        for _ in range(10):
-            trainer = await trainers.start()
+    async with run.simulation.workers(client.temporal, run.task_queue):
+        await run.start()
+        for number in range(10):
+            trainer = server.start("worker", ["trainer"], tmp_path / f"{number}.log", environment=environment)
+            await asyncio.to_thread(trainer.read_until, "worker ready")
             # Within the load of a checkpoint and what is trained again, or within one of the next steps.
-            await killed.wait_for_step(killed.count_steps() + moments.choice([0, 1, 1]))
+            await run.wait_for_step(run.count_steps() + moments.choice([0, 1, 1]))
             await asyncio.sleep(moments.uniform(0.0, 0.3))
-            assert (await client.status(killed.name)).state == "running"
-            os.kill(trainer, signal.SIGKILL)
-        last = await trainers.start()
-        assert await killed.finish() == wanted
-    os.kill(last, signal.SIGKILL)
-    trainers.close()
+            assert (await client.status(run.name)).state == "running"
+            os.kill(trainer.process, signal.SIGKILL)
+            assert trainer.wait() == -signal.SIGKILL
+        trainer = server.start("worker", ["trainer"], tmp_path / "last.log", environment=environment)
+        weights = await run.finish()
+        os.kill(trainer.process, signal.SIGTERM)
+        assert await asyncio.to_thread(trainer.wait) == 0
+    assert weights == await train_cleanly(run, lambda arguments, log: [server.start("trainer", arguments, log)])
 
 
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("parallel", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow)])
 async def test_a_killed_rank_ends_its_trainer_and_the_retry_recovers(
     client: EverrollClient,
     temporal_server: TemporalServer,
+    server: ForkServer,
     task_queue: str,
     run_name: str,
     tmp_path: Path,
     parallel: str,
 ) -> None:
-    """The attempt fails at once and by name, well before its heartbeat times out; torchrun ends with an error."""
-    clean, killed = build_runs(client, temporal_server, run_name, task_queue, tmp_path)
-    async with clean.simulation.workers(client.temporal, clean.task_queue):
-        await clean.start(parallel)
-        trainer = clean.start_pair()
-        wanted = await clean.finish()
-        await trainer.stop()
-    async with killed.simulation.workers(client.temporal, killed.task_queue):
-        await killed.start(parallel)
-        trainer = killed.start_pair()
-        follower = int(await trainer.wait_for(r"rank 1 of 2 follows \(process (\d+)\)"))
-        await killed.wait_for_step(2)
-        os.kill(follower, signal.SIGKILL)
-        assert await asyncio.to_thread(trainer.process.wait, 60) != 0
-        trainer = killed.start_pair()
-        assert await killed.finish() == wanted
-        await trainer.stop()
+    """Rank 0 says so and ends at once, by itself: nothing looks after these two processes, as torchrun would."""
+    run = Run(client, run_name, task_queue, tmp_path, num_steps=6)
+    environment = run.build_environment(temporal_server)
+    async with run.simulation.workers(client.temporal, run.task_queue):
+        await run.start(parallel=parallel, checkpoint_every=2, heartbeat_timeout_seconds=30.0)
+        ranks = server.start_ranks("worker", ["trainer"], tmp_path / "first", environment=environment)
+        await run.wait_for_step(3)
+        os.kill(ranks[1].process, signal.SIGKILL)
+        assert await asyncio.to_thread(ranks[0].wait) == 1
+        assert "LostRankError: rank 0 of 2: " in ranks[0].log.read_text()
+        assert run.count_steps() < run.num_steps
+        ranks = server.start_ranks("worker", ["trainer"], tmp_path / "second", environment=environment)
+        weights = await run.finish()
+        os.kill(ranks[0].process, signal.SIGTERM)
+        assert [await asyncio.to_thread(rank.wait) for rank in ranks] == [0, 0]
+        assert "LostRankError" not in ranks[0].log.read_text()
+    assert weights == await train_cleanly(run, lambda arguments, log: server.start_ranks("trainer", arguments, log))
+
+
+async def train_cleanly(run: Run, start: Callable[[list[str], Path], list[Forked]]) -> bytes:
+    """The last weights of a trainer that was left alone with the batches of a run."""
+    requests = run.root / "runs" / run.name / "requests"
+    copy = run.root / "clean"
+    trainers = start(["--threads", "1", "--run-dir", str(copy), str(requests)], run.root / "clean.log")
+    for trainer in trainers:
+        assert await asyncio.to_thread(trainer.wait, 300.0) == 0, trainer.log.read_text()
+    return (copy / "weights" / f"step_{run.num_steps:06d}" / "model.safetensors").read_bytes()

@@ -30,6 +30,7 @@ class Ranks:
         self.replica = Replica(0, self.size, torch.device("cpu") if world is None else world.device)
         if world is not None:
             world.start_idling(Idle().model_dump_json())
+            world.start_watching()
 
     @property
     def lost(self) -> bool:
@@ -52,19 +53,29 @@ class Ranks:
         if world is None:
             self.replica.do(work, on_progress)
             return
-        if world.broken.is_set():
-            raise LostRankError("a process of this trainer was lost; it starts again")
+
+        def report(text: str) -> None:
+            self._check_lost()
+            on_progress(text)
+
+        self._check_lost()
         with world.command(work.model_dump_json()):
-            outcomes = self._obey(world, work, on_progress)
+            outcomes = self._obey(world, work, report)
         for rank, outcome in enumerate(outcomes):
             if outcome is not None:
                 raise TrainingError(f"rank {rank}: {outcome}")
 
+    def _check_lost(self) -> None:
+        if self.lost:
+            raise LostRankError("a process of this trainer was lost; it starts again")
+
     def _obey(self, world: World, work: Work, on_progress: Progress) -> list[str | None]:
         """Do this rank's part; returns what went wrong on the others."""
         failure = _attempt(self.replica, work, on_progress)
+        if isinstance(failure, LostRankError):
+            raise failure
         if failure is not None and not isinstance(failure, (TrainingError, StoreError)):
-            world.mark_broken()  # the others may be waiting within the work
+            world.mark_broken(f"{work.kind} broke off: {failure!r}")  # the others may be waiting within the work
             if isinstance(failure, RuntimeError):
                 raise LostRankError(f"{work.kind} broke off: {failure}") from failure
             raise failure
@@ -91,6 +102,7 @@ def follow(world: World) -> int:
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, signal.SIG_IGN)
     replica = Replica(world.rank, world.size, world.device)
+    world.start_signing()
     _LOGGER.info("rank %d of %d follows (process %d)", world.rank, world.size, os.getpid())
     try:
         while True:
