@@ -95,6 +95,9 @@ class Generation:
     start: RunState | None
     """What it took over; None for the first."""
     events: list[RunEvent]
+    num_tasks: int | None = None
+    """Workflow tasks completed in it. What came in during the last one was too late for the state that was carried on,
+    and is heard of again by the next generation."""
 
 
 @dataclass(frozen=True)

@@ -96,7 +96,7 @@ class HistoryReader:
                 raise AuditInputError(f"run {self._run}: the history of {run_id} has no beginning")
             spec = spec or request.spec
             dataset = dataset or reader.dataset or (request.state.dataset if request.state else None)
-            generations.append(Generation(run_id=run_id, start=request.state, events=reader.events))
+            generations.append(reader.build_generation(run_id, request))
         if spec is None:
             raise AuditInputError(f"run {self._run} has no history")
         return RunHistory(
@@ -211,6 +211,9 @@ class _RunReader:
     """Event of the start to group."""
     _scheduled: dict[int, tuple[str, Payload | None]] = field(default_factory=dict)
     """Event of the schedule to activity name and decoded input, of those that are needed."""
+
+    def build_generation(self, run_id: str, request: TrainingRunRequest) -> Generation:
+        return Generation(run_id=run_id, start=request.state, events=self.events, num_tasks=self._num_tasks)
 
     async def take(self, event: HistoryEvent) -> None:
         kind = event.event_type

@@ -74,6 +74,9 @@ class _Fold:
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}
         """Group to the workflow task during which it came in."""
+        self._settled_at: dict[int, int] = {}
+        self._last_task: int | None = None
+        """Of the generation that is being folded, if its number of tasks is known."""
         self._times_stale: dict[int, int] = {}
         self._again: set[int] = set()
         """Stale groups that are to be dispensed again."""
@@ -81,9 +84,11 @@ class _Fold:
         """Groups ended from outside since the run did anything: at the end of its history, the run itself did it."""
 
     def take_generation(self, generation: Generation) -> None:
-        self._latest = {}
         if generation.start is not None:
+            self._reopen_unheard(generation.start)
             self._compare_carried(generation.start, generation.run_id)
+        self._latest, self._settled_at = {}, {}
+        self._last_task = None if generation.num_tasks is None else generation.num_tasks - 1
         for event in generation.events:
             if not isinstance(event, Settled):
                 self._ended_last.clear()
@@ -135,6 +140,7 @@ class _Fold:
             self._findings.add(ONCE, breach)
             return
         account.in_flight.remove(group)
+        self._settled_at[group] = event.task
         if event.result is None:
             account.fates[group] = "dropped: skipped"
             self._ended_last.append(group)
@@ -267,12 +273,21 @@ class _Fold:
         fits = (times + 2) * (rollout.max_refills + 1) <= ATTEMPTS_PER_RESUME
         return rollout.on_stale == "refill" and times < _MAX_STALE_REFILLS and fits
 
+    def _reopen_unheard(self, state: RunState) -> None:
+        """Groups that ended while the run continued as new: they were carried as in flight, and are heard of later."""
+        account = self.account
+        for group in set(state.in_flight) - account.in_flight:
+            if self._last_task is None or self._settled_at.get(group, -1) < self._last_task:
+                continue
+            account.in_flight.add(group)
+            for known in (account.fates, account.ready, account.results):
+                known.pop(group, None)
+            if group in self._again:
+                self._again.remove(group)
+                self._times_stale[group] -= 1
+
     def _compare_carried(self, state: RunState, run_id: str) -> None:
         account = self.account
-        for group in state.in_flight:
-            if account.fates.get(group) == "dropped: skipped":  # ended while the run continued as new: heard of later
-                del account.fates[group]
-                account.in_flight.add(group)
         pairs: list[tuple[str, object, object]] = [
             ("next group", len(account.dispensed), state.next_group),
             ("groups in flight", sorted(account.in_flight), sorted(state.in_flight)),
