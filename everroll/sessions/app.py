@@ -14,6 +14,7 @@ POST   /runs/{run}/ended                      admin    no more sessions of this 
 POST   /sweep                                 admin    delete what has expired, list what nobody released
 GET    /info                                  admin    what this server serves
 GET    /engines                               admin    the engines: health, weight version, last error
+GET    /metrics                               admin    Prometheus' text form, of the process that answers
 GET    /health                                -
 """
 
@@ -39,6 +40,7 @@ from everroll.sessions.errors import (
     BadRequestError,
     BodyTooLargeError,
     JournalError,
+    NotOwnerError,
     SessionError,
     SlowBodyError,
     UnauthorizedError,
@@ -46,6 +48,8 @@ from everroll.sessions.errors import (
     UnknownModelError,
 )
 from everroll.sessions.keys import derive_session_key, is_key, read_attempt
+from everroll.sessions.metrics import MEDIA_TYPE as METRICS_MEDIA_TYPE
+from everroll.sessions.metrics import MetricsPage, SessionMetrics
 from everroll.sessions.retention import Retention
 from everroll.sessions.routing import Handler, Route, Router
 from everroll.sessions.wires.anthropic_messages import MessagesWire
@@ -100,6 +104,8 @@ class SessionApp:
     """Name of the model as agents see it."""
     info: Mapping[str, Any]
     describe_engines: Callable[[], list[dict[str, Any]]]
+    metrics: SessionMetrics
+    server_id: str
     max_body_bytes: int
     body_timeout_seconds: float
     stream_keepalive_seconds: float
@@ -147,6 +153,7 @@ class SessionApp:
         except Exception as error:
             known = _as_session_error(error)
             _log_error("a stream that had begun", known)
+            self.metrics.note_error(known)
             yield wire.build_stream_error(known)
 
     def _forget(self, task: asyncio.Task[TurnAnswer]) -> None:
@@ -212,6 +219,17 @@ class SessionApp:
     async def show_engines(self, request: Request) -> Response:
         self._admit_admin(request)
         return _json({"engines": self.describe_engines()})
+
+    async def show_metrics(self, request: Request) -> Response:
+        self._admit_admin(request)
+        page = MetricsPage(
+            self.server_id,
+            self.metrics,
+            count_sessions=lambda: self.core.num_held,
+            count_calls=lambda: self.core.num_in_flight,
+            describe_engines=self.describe_engines,
+        )
+        return Response(page.build(), media_type=METRICS_MEDIA_TYPE)
 
     async def health(self, request: Request) -> Response:
         return _json({"status": "ok"})
@@ -280,35 +298,42 @@ def build_app(handlers: SessionApp) -> Router:
         "responses": ResponsesWire(),
         "messages": MessagesWire(),
     }
+    route = functools.partial(_route, handlers.metrics)
     routes = [
         *(
-            _route(f"{session}/v1/{path}", functools.partial(handlers.answer, wire), "POST", wire.build_error)
+            route(f"{session}/v1/{path}", functools.partial(handlers.answer, wire), "POST", wire.build_error)
             for path, wire in wires.items()
         ),
-        _route(f"{session}/v1/messages/count_tokens", handlers.count_tokens, "POST", MessagesWire().build_error),
-        _route("/sessions", handlers.create, "POST"),
-        _route(f"{session}/samples", handlers.samples, "POST"),
-        _route(session, handlers.describe, "GET"),
-        _route(session, handlers.release, "DELETE"),
-        _route(f"{session}/v1/models", handlers.models, "GET"),
-        _route(f"{session}/v1/models/{{model:path}}", handlers.show_model, "GET"),
-        _route("/runs/{run}/ended", handlers.end_run, "POST"),
-        _route("/sweep", handlers.sweep, "POST"),
-        _route("/info", handlers.show_info, "GET"),
-        _route("/engines", handlers.show_engines, "GET"),
-        _route("/health", handlers.health, "GET"),
+        route(f"{session}/v1/messages/count_tokens", handlers.count_tokens, "POST", MessagesWire().build_error),
+        route("/sessions", handlers.create, "POST"),
+        route(f"{session}/samples", handlers.samples, "POST"),
+        route(session, handlers.describe, "GET"),
+        route(session, handlers.release, "DELETE"),
+        route(f"{session}/v1/models", handlers.models, "GET"),
+        route(f"{session}/v1/models/{{model:path}}", handlers.show_model, "GET"),
+        route("/runs/{run}/ended", handlers.end_run, "POST"),
+        route("/sweep", handlers.sweep, "POST"),
+        route("/info", handlers.show_info, "GET"),
+        route("/engines", handlers.show_engines, "GET"),
+        route("/metrics", handlers.show_metrics, "GET"),
+        route("/health", handlers.health, "GET"),
     ]
     return Router(routes, _answer_unrouted)
 
 
-def _route(path: str, handler: Handler, method: str, build_error: _BuildError = build_openai_error) -> Route:
+def _route(
+    metrics: SessionMetrics, path: str, handler: Handler, method: str, build_error: _BuildError = build_openai_error
+) -> Route:
     async def guarded(request: Request) -> Response:
         try:
             return await handler(request)
         except ClientDisconnect:
             return Response(status_code=499)  # nobody reads it
         except Exception as error:
-            return _answer_error(request, _as_session_error(error), build_error)
+            known = _as_session_error(error)
+            if not isinstance(known, NotOwnerError):  # of no interest: `peers` asks the owner
+                metrics.note_error(known)
+            return _answer_error(request, known, build_error)
 
     return Route(path, method, guarded)
 

@@ -5,23 +5,18 @@ What holds:
 - The same request is answered once: later copies get the recorded answer, copies in flight wait for the first.
 - A turn goes on when its client hangs up, so that the client's retry finds the answer.
 - A failed engine call leaves no trace.
-- A session in memory is one that this server holds in the journal. Whoever finds that it does not, or does not know
-  what became of a write, forgets the session; claiming it anew shows what is recorded, and no earlier write can follow.
+- Sessions in memory are held in the journal (`held`), and calls in flight are shared (`flights`).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import re
 import time
 import uuid
-from collections import OrderedDict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakValueDictionary
 
 from pydantic_core import from_json
 
@@ -32,16 +27,15 @@ from everroll.sessions.errors import (
     AssemblyError,
     BadRequestError,
     ConflictError,
-    EngineAwayError,
     EngineFailureError,
-    JournalError,
-    NotOwnerError,
     PromptRefusedError,
     ReleasedSessionError,
-    UnknownSessionError,
 )
+from everroll.sessions.flights import Flights
+from everroll.sessions.held import HeldSessions
 from everroll.sessions.journal import Journal
-from everroll.sessions.records import Claim, Session, SessionRecord, Turn, describe_turn
+from everroll.sessions.metrics import SessionMetrics
+from everroll.sessions.records import Claim, Session, SessionRecord, Turn, describe_session
 from everroll.sessions.storage import StorageGauge
 from everroll.sessions.turns import ChatRequest, RequestKeys, TurnMaker
 from everroll.tokens.assembly import NothingToTrain, assemble_samples
@@ -76,17 +70,20 @@ class SessionCore:
     """All sessions of one server."""
 
     def __init__(
-        self, journal: Journal, maker: TurnMaker, limits: SessionLimits, storage: StorageGauge | None = None
+        self,
+        journal: Journal,
+        maker: TurnMaker,
+        limits: SessionLimits,
+        storage: StorageGauge | None = None,
+        metrics: SessionMetrics | None = None,
     ) -> None:
         self._journal = journal
         self._maker = maker
         self._limits = limits
         self._storage = storage
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._locks: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
-        self._in_flight: dict[tuple[str, bytes], asyncio.Task[Turn]] = {}
-        self._used: dict[str, Claim] = {}
-        """Sessions used since `take_used` was called last."""
+        self._metrics = metrics or SessionMetrics()
+        self._flights = Flights()
+        self._held = HeldSessions(journal, limits.max_cached_sessions, self._flights.list_sessions)
 
     async def create(
         self,
@@ -115,10 +112,12 @@ class SessionCore:
             raise BadRequestError(
                 f"not a session id: {session_id!r:.250} (letters, digits, '.', '_', '-'; at most 200)"
             )
-        async with self._lock(session_id):
-            session = await self._find(session_id)
+        async with self._held.lock(session_id):
+            session = await self._held.find(session_id)
             if session is None:
-                session = await self._create(
+                if self._storage is not None:
+                    self._storage.refuse_when_full()
+                session = await self._held.create(
                     SessionRecord(
                         session_id,
                         sampling or SamplingSpec(),
@@ -141,9 +140,9 @@ class SessionCore:
                 raise ConflictError(f"session {session_id} was opened by a later attempt than {attempt}")
             if attempt is not None and attempt > record.attempt:
                 session.record = dataclasses.replace(record, attempt=attempt)
-                with self._forgetting(session):
+                with self._held.forgetting(session):
                     await self._journal.set_attempt(session.claim, attempt, record.run)
-            self._used[session_id] = session.claim
+            self._held.note_use(session)
             return session
 
     async def turn(self, session_id: str, request: ChatRequest, attempt: int | None = None) -> TurnAnswer:
@@ -152,33 +151,31 @@ class SessionCore:
         Raises:
             SessionError: see `everroll.sessions.errors`; nothing was recorded then.
         """
-        session = await self._get(session_id)
+        session = await self._held.get(session_id)
         _refuse_released(session.record)
         if attempt not in (None, session.record.attempt):
             raise ConflictError(f"this attempt at session {session_id} was given up; a later one has taken over")
-        self._used[session_id] = session.claim
+        self._held.note_use(session)
         keys = self._maker.compute_keys(request)
         recorded = session.by_request.get(keys.request_key)
         if recorded is not None:
             session.engine_trouble = None
             await self._touch(session, recorded)
-            return TurnAnswer(session.turns[recorded], session.record.sampling, replayed=True)
+            return self._answer(session.turns[recorded], session, replayed=True)
         flight = (session_id, keys.request_key)
-        joined = flight in self._in_flight
+        joined = flight in self._flights
         if not joined:
             self._refuse_past_limits(session)
-            task = asyncio.create_task(self._make_turn(session, request, keys))
-            self._in_flight[flight] = task
-            task.add_done_callback(lambda done: self._land(flight, done))
+            self._flights.start(flight, self._make_turn(session, request, keys))
         try:
-            turn = await self._wait_for(self._in_flight[flight], session)
+            turn = await self._flights.wait(flight, lambda: _refuse_released(session.record))
         except (EngineFailureError, PromptRefusedError) as error:
             session.engine_trouble = _build_trouble(error)
             raise
         session.engine_trouble = None
         if joined:
             await self._touch(session, turn.index)
-        return TurnAnswer(turn, session.record.sampling, replayed=joined)
+        return self._answer(turn, session, replayed=joined)
 
     async def count_prompt_tokens(self, session_id: str, request: ChatRequest) -> int:
         """Tokens of the prompt that a request would be sampled from.
@@ -186,7 +183,7 @@ class SessionCore:
         Raises:
             SessionError: as `turn` does.
         """
-        session = await self._get(session_id)
+        session = await self._held.get(session_id)
         _refuse_released(session.record)
         return await self._maker.count_prompt_tokens(session, request)
 
@@ -197,7 +194,7 @@ class SessionCore:
             UnknownSessionError: no such session.
             BadRequestError: the session has recorded no such request.
         """
-        session = await self._get(session_id)
+        session = await self._held.get(session_id)
         index = session.by_request.get(request_key)
         if index is None:
             raise BadRequestError(f"session {session_id} has recorded no response of this id")
@@ -212,11 +209,11 @@ class SessionCore:
             UnknownSessionError: no such session.
             AssemblyError: the recorded turns give no valid samples.
         """
-        session = await self._get_current(session_id)
+        session = await self._held.get_current(session_id)
         turns = [turn.tokens for turn in session.live_turns()]
         if session.record.released_at is None and session.record.max_seq_len != max_seq_len:
             session.record = dataclasses.replace(session.record, max_seq_len=max_seq_len)
-            with self._forgetting(session):
+            with self._held.forgetting(session):
                 await self._journal.set_max_seq_len(session.claim, max_seq_len)
         temperature = session.record.sampling.temperature
 
@@ -237,8 +234,8 @@ class SessionCore:
         Raises:
             UnknownSessionError: no such session.
         """
-        session = await self._get(session_id)
-        if any(owner == session_id for owner, _ in self._in_flight):
+        session = await self._held.get(session_id)
+        if session_id in self._flights.list_sessions():
             text = f"a model call of session {session_id} has had no answer when its samples were collected"
             return Cause(
                 kind=CauseKind.ENGINE, error="NoAnswer", message=text, server=self._maker.engine_url(session_id)
@@ -247,16 +244,16 @@ class SessionCore:
 
     async def release(self, session_id: str) -> None:
         """Refuse further turns, free memory, keep journal and digest. Unknown and released sessions are left alone."""
-        async with self._lock(session_id):
-            session = await self._find(session_id, or_digest=False)
+        async with self._held.lock(session_id):
+            session = await self._held.find(session_id, or_digest=False)
             if session is None:
                 return
             if session.record.released_at is None:
                 session.record = dataclasses.replace(session.record, released_at=time.time())
-                await self._cancel([task for (owner, _), task in self._in_flight.items() if owner == session_id])
-                with self._forgetting(session):
+                await self._flights.cancel(session_id)
+                with self._held.forgetting(session):
                     await self._journal.release_session(session.claim, session.record.released_at or time.time())
-                self._forget(session)
+                self._held.forget(session)
             if await self._journal.load_digest(session_id) is None:
                 await self.write_digest(session_id)
 
@@ -278,51 +275,26 @@ class SessionCore:
         Raises:
             UnknownSessionError: no such session.
         """
-        session = await self._get_current(session_id)
+        session = await self._held.get_current(session_id)
         digest = await self._journal.load_digest(session_id)
-        record = session.record
-        live = {turn.index for turn in session.live_turns()}
-        return {
-            "session_id": session_id,
-            "sampling": record.sampling.model_dump(),
-            "seed": record.seed,
-            "created_at": record.created_at,
-            "min_weight_version": record.min_weight_version,
-            "run": record.run,
-            "released_at": record.released_at,
-            "digest": None if digest is None else from_json(digest),
-            "attempt": record.attempt,
-            "num_turns": len(session.turns),
-            "turns": [
-                {**describe_turn(turn, session.attempts[index]), "live": index in live}
-                for index, turn in sorted(session.turns.items())
-            ],
-        }
+        return describe_session(session, None if digest is None else from_json(digest))
 
     def take_used(self) -> list[Claim]:
         """The sessions used since the last call."""
-        used, self._used = list(self._used.values()), {}
-        return used
+        return self._held.take_used()
 
     async def close(self) -> None:
         """Drop the calls in flight; their clients can ask again after a restart."""
-        await self._cancel(list(self._in_flight.values()))
+        await self._flights.cancel()
 
     @property
     def num_in_flight(self) -> int:
-        return len(self._in_flight)
+        return len(self._flights)
 
-    async def _create(self, record: SessionRecord) -> Session:
-        """The caller holds the session's lock and has not found it."""
-        if self._storage is not None:
-            self._storage.refuse_when_full()
-        session = await self._journal.create_session(record)
-        if session is None:  # another server was quicker
-            session = await self._find(record.session_id)
-            if session is None:
-                raise JournalError(f"session {record.session_id} could not be created")
-        self._keep(session)
-        return session
+    @property
+    def num_held(self) -> int:
+        """Sessions in memory."""
+        return len(self._held)
 
     def _refuse_past_limits(self, session: Session) -> None:
         limits, name = self._limits, f"session {session.record.session_id} has reached its limit of"
@@ -331,101 +303,27 @@ class SessionCore:
         if session.num_tokens >= limits.max_tokens:
             raise BadRequestError(f"{name} {limits.max_tokens} tokens")
 
-    async def _cancel(self, tasks: list[asyncio.Task[Turn]]) -> None:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+    def _answer(self, turn: Turn, session: Session, replayed: bool) -> TurnAnswer:
+        self._metrics.note_turn(turn.num_prompt_tokens, turn.tokens.completion_ids.size, replayed)
+        return TurnAnswer(turn, session.record.sampling, replayed)
 
     async def _make_turn(self, session: Session, request: ChatRequest, keys: RequestKeys) -> Turn:
         attempt = session.record.attempt  # of the request: one that outlives its attempt still belongs to it
         turn = await self._maker.make(session, request, keys)
-        with self._forgetting(session):
+        with self._held.forgetting(session):
+            started = time.perf_counter()
             await self._journal.append_turn(session.claim, turn, attempt)
+            self._metrics.journal_seconds.observe(time.perf_counter() - started)
         session.add(turn, attempt)
         return turn
-
-    async def _wait_for(self, task: asyncio.Task[Turn], session: Session) -> Turn:
-        """Wait without owning: a client that hangs up does not cancel the call."""
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            if not task.cancelled():
-                raise
-            _refuse_released(session.record)
-            raise EngineAwayError("the session server is stopping") from None
-
-    def _land(self, flight: tuple[str, bytes], task: asyncio.Task[Turn]) -> None:
-        del self._in_flight[flight]
-        if not task.cancelled():
-            task.exception()  # seen: whoever waited gets it, and if nobody did, nothing was recorded
 
     async def _touch(self, session: Session, index: int) -> None:
         """Count a recorded turn to the present attempt."""
         attempt = session.record.attempt
         if session.attempts[index] < attempt:
-            with self._forgetting(session):
+            with self._held.forgetting(session):
                 await self._journal.touch_turn(session.claim, index, attempt)
             session.attempts[index] = max(attempt, session.attempts[index])
-
-    async def _get(self, session_id: str) -> Session:
-        session = self._sessions.get(session_id)
-        if session is None:
-            async with self._lock(session_id):
-                session = await self._find(session_id)
-        else:
-            self._sessions.move_to_end(session_id)
-        if session is None:
-            raise UnknownSessionError(f"no session {session_id!r:.250}")
-        return session
-
-    async def _get_current(self, session_id: str) -> Session:
-        """As `_get`, and sure to know all that is recorded: another server may have taken it over unnoticed."""
-        session = await self._get(session_id)
-        if session.record.released_at is None and not await self._journal.holds(session.claim):
-            self._forget(session)
-            session = await self._get(session_id)
-        return session
-
-    async def _find(self, session_id: str, or_digest: bool = True) -> Session | None:
-        """From memory, or from the journal, which makes it this server's. The caller holds the session's lock.
-
-        Raises:
-            NotOwnerError: another server holds it.
-            ReleasedSessionError: nothing but its digest is left (unless `or_digest` is off: then it is None).
-        """
-        session = self._sessions.get(session_id) or await self._journal.claim_session(session_id)
-        if session is None and or_digest and await self._journal.load_digest(session_id) is not None:
-            raise ReleasedSessionError(f"session {session_id} was released, and only its digest has been kept")
-        if session is not None and session.record.released_at is None:
-            self._keep(session)
-        return session
-
-    @contextlib.contextmanager
-    def _forgetting(self, session: Session) -> Iterator[None]:
-        """Around writes: after one whose outcome is not known, only the journal knows the session."""
-        try:
-            yield
-        except (JournalError, NotOwnerError, asyncio.CancelledError):
-            self._forget(session)
-            raise
-
-    def _forget(self, session: Session) -> None:
-        if self._sessions.get(session.record.session_id) is session:
-            del self._sessions[session.record.session_id]
-        self._used.pop(session.record.session_id, None)
-
-    def _keep(self, session: Session) -> None:
-        """Keep in memory; past the limit the longest unused session that has no call in flight is let go."""
-        self._sessions[session.record.session_id] = session
-        self._sessions.move_to_end(session.record.session_id)
-        if len(self._sessions) > self._limits.max_cached_sessions:
-            busy = {owner for owner, _ in self._in_flight} | {session.record.session_id}
-            idle = next((session_id for session_id in self._sessions if session_id not in busy), None)
-            if idle is not None:
-                del self._sessions[idle]
-
-    def _lock(self, session_id: str) -> asyncio.Lock:
-        return self._locks.setdefault(session_id, asyncio.Lock())
 
 
 def _build_trouble(error: EngineFailureError | PromptRefusedError) -> Cause:

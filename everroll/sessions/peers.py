@@ -24,6 +24,7 @@ from yarl import URL
 from everroll.engines.http import wrap_body
 from everroll.sessions.errors import JournalError, NotOwnerError
 from everroll.sessions.journal import Journal, Owner
+from everroll.sessions.metrics import SessionMetrics
 
 _SERVER_HEADER = "x-everroll-server"
 """In a relayed request: whom it is for. In its answer: who answered."""
@@ -106,10 +107,12 @@ class PeerRouting:
         max_body_bytes: int,
         body_timeout_seconds: float,
         answer_timeout_seconds: float,
+        metrics: SessionMetrics,
     ) -> None:
         self._app = app
         self._journal = journal
         self._http = http
+        self._relays = metrics.relays
         self._max_body_bytes = max_body_bytes
         self._body_timeout_seconds = body_timeout_seconds
         self._answer_timeout = aiohttp.ClientTimeout(
@@ -172,6 +175,7 @@ class PeerRouting:
                     await self._app(scope, body.replay(), send)  # it words what is wrong with the body
                     return
                 outcome = await self._relay(owner, scope, content, send)
+                self._relays[outcome.value] += 1
                 if outcome is _Outcome.ANSWERED:
                     self._remember(session_id, owner)
                     return

@@ -143,6 +143,28 @@ class Session:
         return [message for turn in reversed(path) for message in (*turn.messages, turn.reply)]
 
 
+def describe_session(session: Session, digest: Any) -> dict[str, Any]:
+    """A session with its turns, for people; `digest` as the journal keeps it, None if there is none."""
+    record = session.record
+    live = {turn.index for turn in session.live_turns()}
+    return {
+        "session_id": record.session_id,
+        "sampling": record.sampling.model_dump(),
+        "seed": record.seed,
+        "created_at": record.created_at,
+        "min_weight_version": record.min_weight_version,
+        "run": record.run,
+        "released_at": record.released_at,
+        "digest": digest,
+        "attempt": record.attempt,
+        "num_turns": len(session.turns),
+        "turns": [
+            {**describe_turn(turn, session.attempts[index]), "live": index in live}
+            for index, turn in sorted(session.turns.items())
+        ],
+    }
+
+
 def describe_turn(turn: Turn, attempt: int) -> dict[str, Any]:
     """A turn for people; token ids are left to the journal."""
     tokens = turn.tokens

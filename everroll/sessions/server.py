@@ -28,6 +28,7 @@ from everroll.sessions.errors import JournalError
 from everroll.sessions.history import load_history_match
 from everroll.sessions.journal import Journal, is_postgres, open_journal
 from everroll.sessions.keys import check_bind, load_admin_key
+from everroll.sessions.metrics import SessionMetrics
 from everroll.sessions.peers import PeerRouting
 from everroll.sessions.retention import Retention, keep_house, keep_lease
 from everroll.sessions.settings import SessionServerSettings
@@ -148,7 +149,8 @@ async def open_app(
         await stack.enter_async_context(upstream.pool.checking(settings.engine_check_seconds))
         storage = StorageGauge(journal.database, settings.max_journal_bytes, settings.min_free_bytes)
         await storage.measure()
-        core = SessionCore(journal, TurnMaker(renderer, upstream, match), settings.limits, storage)
+        metrics = SessionMetrics()
+        core = SessionCore(journal, TurnMaker(renderer, upstream, match), settings.limits, storage, metrics)
         stack.push_async_callback(core.close)
         retention = Retention(journal, core, settings.retention)
         await stack.enter_async_context(_running(keep_house(retention, storage, settings.housekeeping_seconds)))
@@ -159,6 +161,8 @@ async def open_app(
             model=settings.model_name or Path(settings.model.path).name,
             info=build_info(settings, renderer),
             describe_engines=upstream.describe,
+            metrics=metrics,
+            server_id=journal.server_id,
             max_body_bytes=settings.max_body_bytes,
             body_timeout_seconds=settings.body_timeout_seconds,
             stream_keepalive_seconds=settings.stream_keepalive_seconds,
@@ -170,6 +174,7 @@ async def open_app(
             max_body_bytes=settings.max_body_bytes,
             body_timeout_seconds=settings.body_timeout_seconds,
             answer_timeout_seconds=settings.turn_timeout_seconds + 2 * settings.lease_seconds,
+            metrics=metrics,
         )
 
 

@@ -17,10 +17,9 @@ from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
-from renderers.base import MODEL_RENDERER_MAP
 
 from everroll.failures import ConfigurationError
-from everroll.tokens.registry import RENDERER_NAMES, build_package_renderer
+from everroll.tokens.registry import MODEL_RENDERER_MAP, RENDERER_NAMES, build_package_renderer
 from everroll.tokens.tokenizer import FastTokenizer, load_fast_tokenizer, load_json_object
 
 _CALL = {"id": "call_1", "type": "function", "function": {"name": "add", "arguments": {"a": 1}}}

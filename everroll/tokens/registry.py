@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import renderers
 from pydantic import TypeAdapter, ValidationError
-from renderers.base import MODEL_RENDERER_MAP
 
 from everroll.failures import ConfigurationError
+from everroll.tokens.package import renderers
+
+MODEL_RENDERER_MAP: dict[str, str] = renderers.base.MODEL_RENDERER_MAP
+"""Names of models on the hub to chat formats."""
 
 RENDERER_NAMES = tuple(sorted(set(MODEL_RENDERER_MAP.values())))
 """Chat formats that the package knows by heart."""

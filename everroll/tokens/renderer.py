@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from renderers.base import ToolCallParseStatus
-
 from everroll.contracts.spec import ModelSection
 from everroll.failures import ConfigurationError
 from everroll.tokens.autodetect import detect_renderer_name
 from everroll.tokens.fingerprint import compute_tokenizer_fingerprint
+from everroll.tokens.package import renderers
 from everroll.tokens.registry import build_package_renderer
 from everroll.tokens.tokenizer import load_fast_tokenizer, load_json_object
 
@@ -116,7 +115,7 @@ class ChatRenderer:
         for call in parsed.tool_calls:
             arguments = call.arguments if call.arguments is not None else {}
             text = arguments if isinstance(arguments, str) else _dump(arguments)
-            if call.status == ToolCallParseStatus.OK and call.name and _is_text(call.name + text):
+            if call.status == renderers.ToolCallParseStatus.OK and call.name and _is_text(call.name + text):
                 calls.append(ToolCall(name=call.name, arguments=text, native_id=call.id))
             else:
                 malformed.append(
