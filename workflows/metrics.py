@@ -22,6 +22,7 @@ class RunMetrics:
         self._tokens = meter.create_counter("everroll_sampled_tokens", "Tokens sampled in collected episodes")
         self._step = meter.create_gauge("everroll_step", "Optimizer steps applied and published")
         self._reward = meter.create_gauge_float("everroll_reward", "Mean reward of the last step")
+        self._evaluation = meter.create_gauge_float("everroll_evaluation_reward", "Mean reward of the last evaluation")
         self._in_flight = meter.create_gauge("everroll_groups_in_flight", "Groups started and not settled")
         self._paused = meter.create_gauge("everroll_paused", "1 while the run is paused")
 
@@ -45,5 +46,8 @@ class RunMetrics:
         self._step.set(status.step)
         self._in_flight.set(len(status.groups_in_flight))
         self._paused.set(0 if status.pause is None else 1)
+        for record in status.evaluations:  # oldest first
+            if record.mean_reward is not None:
+                self._evaluation.set(record.mean_reward.value, {"set": record.name})
         if status.mean_reward is not None:
             self._reward.set(status.mean_reward)
