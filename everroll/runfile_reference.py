@@ -16,8 +16,8 @@ A run file is TOML. `everroll run FILE.toml` starts the run that it describes an
 - Unknown keys, bad values and missing files are all reported at once, before anything is started.
 - `--set train.learning_rate=1e-3` overrides a key from the command line; the value is written as in TOML.
 - Relative paths: what a run reads (`data.path`, `eval.path`, `eval.sets`, `model.path`, `train.kl_reference`,
-  `run.batches_from`) is found from the directory of the run file; `run.output_dir` and `services.store_url` go below the
-  working directory. Paths given with `--set` are relative to the working directory.
+  `run.batches_from`) is found from the directory of the run file; `run.output_dir` and `services.store_url` go below
+  the working directory. Paths given with `--set` are relative to the working directory.
 - Keys of `[services]` that are not set come from the local stack (`everroll up`) if one runs in the working directory.
 - The smallest run file names a run, a model, prompts and an agent:
 
