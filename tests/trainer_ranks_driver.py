@@ -18,6 +18,7 @@ from pydantic import BaseModel
 
 from everroll.contracts.outcomes import TrainingError
 from everroll.contracts.spec import TrainSection
+from everroll.contracts.training import GroupBatchItem
 from tests.trainer_helpers import build_prepare_request, build_request
 from trainer.distributed import world as world_module
 from trainer.distributed.ranks import Ranks, follow
@@ -62,7 +63,7 @@ def run(trainer: Trainer, command: Command) -> dict[str, object]:
     try:
         trainer.prepare(build_prepare_request(command.root, command.train))
         for step in range(command.first, command.last + 1):
-            batch = [] if command.bad_batch else None
+            batch: list[GroupBatchItem] | None = [] if command.bad_batch else None
             request = build_request(command.root, step, command.train, batch)
             metrics = trainer.train_step(request, progress.append).metrics
     except TrainingError as error:

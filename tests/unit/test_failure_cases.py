@@ -9,7 +9,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 CASES = [
     *(f"A{n}" for n in range(1, 13)),
-    *("B1", "B2", "B3", "B5", "B6", "C9"),
+    *("B1", "B2", "B3", "B5", "B6", "C3", "C8", "C9", "C10"),
     *(f"D{n}" for n in range(1, 11)),
     *("E1", "E2", "E3", "E4", "F3", "F4"),
 ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,27 @@ def test_a_directory_can_be_replaced(tmp_path: Path) -> None:
     write_directory(tmp_path / "made", lambda directory: (directory / "c.bin").touch())
     assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["c.bin", MANIFEST_NAME]
     assert [path.name for path in tmp_path.iterdir()] == ["made"]
+
+
+def test_all_is_on_disk_before_the_directory_appears(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """C8: after a power cut a rename may have lasted, and what was renamed not; only the order of calls shows it."""
+    calls: list[tuple[str, str]] = []
+    fsync, rename = os.fsync, os.rename
+
+    def note_fsync(handle: int) -> None:
+        calls.append(("fsync", Path(f"/proc/self/fd/{handle}").readlink().name))
+        fsync(handle)
+
+    def note_rename(source: Path, target: Path) -> None:
+        calls.append(("rename", target.name))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note_fsync)
+    monkeypatch.setattr(os, "rename", note_rename)
+    write_directory(tmp_path / "made", _fill)
+    assert [name for _, name in calls[:3]] == ["a.bin", "b.bin", MANIFEST_NAME]
+    assert calls[3][1].startswith(".tmp-made-")
+    assert calls[4:] == [("rename", "made"), ("fsync", tmp_path.name)]
 
 
 def test_torn_directories_are_found(tmp_path: Path) -> None:
