@@ -30,7 +30,7 @@ class RunSection(Spec):
     name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
     """Name of the run; its workflow id is `everroll/<name>`."""
     num_steps: PositiveInt
-    """Optimizer steps to take; with `mode = "rollout"`, batches to play."""
+    """Optimizer steps to take. With `mode = "rollout"`, batches to play."""
     mode: Literal["full", "rollout", "train"] = "full"
     """`full`: rollout, train, publish. `rollout`: play and store batches, and train nothing; the engines serve
     `model.path`. `train`: train the batches that another run has stored, and play nothing (docs/one-side.md)."""
