@@ -8,7 +8,8 @@ extends the others. Sessions are created over connections of their own, so that 
 wrong one as often as in use. Only model calls are counted. Rows:
 
 - `direct` calls the upstream with ready token ids, `sessions` goes through the server.
-- `sessions, while 200k tokens are collected`: the same, while the samples of one long session are fetched over and over.
+- `sessions, while 200k tokens are collected`: the same, while the samples of one long session are fetched over and
+  over; `nothing collected` is that at the same number of connections for comparison.
 - `peer`, with `--peer-command`: another gateway. `{upstream}` in the command stands for the upstream's URL, which
   speaks SGLang's `/generate` and OpenAI's `/v1/chat/completions`, and `{port}` for the port to listen on; `--peer-url`
   is where it takes chat completions, `{session}` in it stands for a session's name. Without a command, `--peer-url`
@@ -27,7 +28,6 @@ import json
 import multiprocessing
 import os
 import shlex
-import subprocess
 import tempfile
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -70,7 +70,9 @@ class Row:
 def build_answers(tokenizer: Tokenizer, words: list[str]) -> dict[bytes, bytes]:
     """What the upstream says, by path."""
     text = " ".join(words[:200])
-    ids = [*tokenizer.encode(text).ids[: NUM_COMPLETION_TOKENS - 1], tokenizer.token_to_id("<|im_end|>")]
+    end = tokenizer.token_to_id("<|im_end|>")
+    assert end is not None
+    ids = [*tokenizer.encode(text).ids[: NUM_COMPLETION_TOKENS - 1], end]
     assert len(ids) == NUM_COMPLETION_TOKENS
     text = tokenizer.decode(ids)
     meta = {
@@ -221,13 +223,14 @@ async def running_peer(arguments: argparse.Namespace, upstream: str) -> AsyncIte
         yield target, None
         return
     command = arguments.peer_command.replace("{upstream}", upstream).replace("{port}", str(port))
-    process = subprocess.Popen(shlex.split(command))
+    process = await asyncio.create_subprocess_exec(*shlex.split(command))
     try:
         await await_port(parts.port or port)
         yield target, process.pid
     finally:
         process.terminate()
-        process.wait(20)
+        async with asyncio.timeout(20):
+            await process.wait()
 
 
 async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[Row]:
@@ -270,7 +273,8 @@ async def run_benchmark(arguments: argparse.Namespace, directory: Path) -> list[
 def format_row(row: Row) -> str:
     speed = f"{row.requests_per_second:8.1f} requests/s  p50 {row.p50_ms:7.2f} ms  p99 {row.p99_ms:7.2f} ms"
     more = f"  {row.collections} collections" if row.collections else ""
-    return f"{row.target:8} {row.connections:4} connections {speed}  {row.memory_mb:6.1f} MB  {row.cpu_ms:6.3f} ms cpu{more}"
+    cost = f"{row.memory_mb:6.1f} MB  {row.cpu_ms:6.3f} ms cpu"
+    return f"{row.target:8} {row.connections:4} connections {speed}  {cost}{more}"
 
 
 def main() -> None:

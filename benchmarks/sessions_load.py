@@ -11,7 +11,7 @@ import random
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 from urllib.parse import urlsplit
 
 import uvloop
@@ -26,7 +26,7 @@ _TOOL_RESULT = {"role": "user", "content": "The result is 42."}
 class UpstreamProtocol(asyncio.Protocol):
     """The least HTTP server that can answer `/generate`, OpenAI chat completions, and an engine's small questions."""
 
-    answers: dict[bytes, bytes] = {}
+    answers: ClassVar[dict[bytes, bytes]] = {}
     """Path to the body of its answer; `REQUEST_ID` and `"PROMPT_TOKENS"` in it are filled in."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -13,6 +13,7 @@ import hashlib
 import importlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -29,6 +30,7 @@ Canonicalize = Callable[[Message], Any]
 """From a message to the JSON value that stands for it: messages with equal values are taken for the same."""
 
 _EXACT_INTEGERS = 2**53
+_UNCLEAN = re.compile(r"[^A-Za-z0-9_-]")
 _PROBE_MESSAGES: list[Message] = [
     {"role": "system", "content": "a"},
     {"role": "user", "content": ""},
@@ -94,13 +96,13 @@ def _guard(function: Callable[[Message], Any], name: str) -> Canonicalize:
 
 
 def canonicalize(message: Message) -> list[Any]:
-    """Role, content, names and ids as they are; tool-call arguments as the JSON value they stand for."""
-    return _build_canonical(message, _canonical_arguments)
+    """Role, content and names as they are, ids as clients may have cleaned them, tool-call arguments as JSON values."""
+    return _build_canonical(message, _canonical_arguments, clean_id)
 
 
 def canonicalize_strictly(message: Message) -> list[Any]:
     """Role, content, names, ids and the text of tool-call arguments."""
-    return _build_canonical(message, lambda arguments: ("text", arguments))
+    return _build_canonical(message, lambda arguments: ("text", arguments), lambda call_id: call_id)
 
 
 def compute_tools_key(tools: list[Tool] | None) -> bytes:
@@ -135,28 +137,46 @@ def compute_request_key(prompt_key: bytes, messages: list[Message], label: int |
 
 
 def name_tool_results(messages: list[Message], previous: list[Message]) -> list[Message]:
-    """Give tool results the name of the function they answer, which some chat formats print."""
-    names = {
-        call["id"]: call["function"]["name"]
+    """Give tool results the name of the function they answer, which some chat formats print, and its call's own id.
+
+    Of calls of one id, `previous` ones give way to those in `messages`.
+    """
+    calls = {
+        clean_id(call["id"]): call
         for message in (*previous, *messages)
         for call in message.get("tool_calls", ())
         if "id" in call
     }
-    return [
-        {**message, "name": names[message["tool_call_id"]]}
-        if message["role"] == "tool" and "name" not in message and message.get("tool_call_id") in names
-        else message
-        for message in messages
-    ]
+    return [_name_tool_result(message, calls) if message["role"] == "tool" else message for message in messages]
 
 
-def _build_canonical(message: Message, read_arguments: Callable[[str], tuple[str, str]]) -> list[Any]:
+def _name_tool_result(message: Message, calls: dict[str | None, Any]) -> Message:
+    call = calls.get(clean_id(message.get("tool_call_id")))
+    if call is None:
+        return message
+    return {"name": call["function"]["name"], **message, "tool_call_id": call["id"]}
+
+
+def clean_id(call_id: str | None) -> str | None:
+    """A tool call's id with the characters that some clients allow.
+
+    Models of some families write ids like `functions.add:0`; clients that allow letters, digits, `_` and `-` only put
+    others in their place before they send the call back.
+    """
+    return None if call_id is None else _UNCLEAN.sub("_", call_id)
+
+
+def _build_canonical(
+    message: Message,
+    read_arguments: Callable[[str], tuple[str, str]],
+    read_id: Callable[[str | None], str | None],
+) -> list[Any]:
     """The parts of a message that count, in a fixed order."""
     calls = [
-        [call.get("id"), call["function"]["name"], *read_arguments(call["function"]["arguments"])]
+        [read_id(call.get("id")), call["function"]["name"], *read_arguments(call["function"]["arguments"])]
         for call in message.get("tool_calls", ())
     ]
-    return [message["role"], message["content"], message.get("name"), message.get("tool_call_id"), calls]
+    return [message["role"], message["content"], message.get("name"), read_id(message.get("tool_call_id")), calls]
 
 
 def _canonical_arguments(arguments: str) -> tuple[str, str]:
