@@ -127,9 +127,9 @@ class Evaluations:
     async def before_publish(self) -> None:
         """With `on_publish = "block"`: new weights wait for what runs. Bounded by the evaluations' own deadlines."""
         if self._spec.eval.on_publish == "block":
-            await self.wait()
+            await self.wait_until_done()
 
-    async def wait(self) -> None:
+    async def wait_until_done(self) -> None:
         """Until none is in flight."""
         if not self._state.evaluations_in_flight:
             return

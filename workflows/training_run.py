@@ -293,7 +293,7 @@ class TrainingRun:
         """The run's result waits for what is still being evaluated."""
         if self.state.evaluations_in_flight:
             self._enter(Phase.EVALUATING)
-            await self.evaluations.wait()
+            await self.evaluations.wait_until_done()
 
     def _on_pause_change(self) -> None:
         if not self.pauses.paused:

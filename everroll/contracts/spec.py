@@ -30,10 +30,10 @@ class RunSection(Spec):
     name: Annotated[str, Field(pattern=RUN_NAME_PATTERN)]
     """Name of the run; its workflow id is `everroll/<name>`."""
     num_steps: PositiveInt
-    """Optimizer steps to take. With `mode = "rollout"`, batches to play."""
+    """Optimizer steps to take."""
     mode: Literal["full", "rollout", "train"] = "full"
-    """`full`: rollout, train, publish. `rollout`: play and store batches, and train nothing; the engines serve
-    `model.path`. `train`: train the batches that another run has stored, and play nothing (docs/one-side.md)."""
+    """`full`: rollout, train, publish. `rollout`: play and store `num_steps` batches, and train nothing; the engines
+    serve `model.path`. `train`: train the batches that another run has stored, and play nothing (docs/one-side.md)."""
     batches_from: str | None = None
     """With `mode = "train"`: the directory of the run that played the batches."""
     seed: Annotated[int, Field(ge=0, lt=2**31)] = 0

@@ -37,6 +37,9 @@ ALLOWED = {
     "workflows/rollout_group.py:_play_member:wait_condition": "the group's deadline ends it, and the pause's limit",
     "activities/runs.py:await_groups:wait": "Temporal ends the activity by its schedule_to_close",
     "activities/runs.py:_await_group:result": "Temporal ends the activity by its schedule_to_close",
+    "activities/evaluation.py:await_evaluation:result": "Temporal ends the activity by its schedule_to_close",
+    "everroll/evaluate.py:_wait:result": "a caller that wants a result waits as long as it takes; evaluations have "
+    "deadlines",
     "activities/training.py:_run:wait": "a step that has begun is finished; Temporal has given the activity up already",
     "everroll/client.py:result:result": "a caller that wants a run's result waits as long as the run takes",
     "everroll/engines/http.py:open_client_session:ClientSession": "each request has its own timeout",
