@@ -1,0 +1,130 @@
+"""One round: a run under blows, and what must be true of it afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import shutil
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from everroll.audit.report import AuditInputError
+from tests.chaos.moments import RunEndedError
+from tests.chaos.plan import Strike
+from tests.chaos.world import RUN, Size, World, open_world
+
+Say = Callable[[str], None]
+_RUN_SECONDS = 300.0
+
+
+class BreachError(Exception):
+    """A promise was broken; the text says which. The world's directory holds the evidence."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What a round can tell."""
+
+    seconds: float
+    struck: int
+    """Blows whose moment came."""
+    num_turns: int
+    num_generated: int
+    """Turns that the engine was asked for; more than `num_turns` where one was in flight at a blow."""
+
+
+class Baselines:
+    """The weights that clean runs end with, one for each size; played when first asked for."""
+
+    def __init__(self, root: Path, say: Say) -> None:
+        self._root = root
+        self._say = say
+        self._hashes: dict[Size, str] = {}
+
+    async def find(self, size: Size) -> str:
+        clean = replace(size, num_rollout_workers=1)
+        if clean not in self._hashes:
+            directory = self._root / f"clean-{len(self._hashes)}"
+            async with open_world(clean, directory, self._say) as world:
+                await world.start_run()
+                state = await world.await_end(_RUN_SECONDS)
+                if state != "completed":
+                    raise BreachError(f"the clean run is {state}")
+                await check_audit(world)
+                self._hashes[clean] = world.hash_weights()
+            self._say(f"the clean run of seed {size.seed} ends with weights {self._hashes[clean][:12]}")
+            shutil.rmtree(directory)
+        return self._hashes[clean]
+
+
+async def play_round(
+    strikes: Sequence[Strike], size: Size, directory: Path, baselines: Baselines | None, say: Say
+) -> Told:
+    """A run under these strikes, judged.
+
+    Raises:
+        BreachError: it did not complete, the audit found something, or its weights are others than the clean run's.
+    """
+    started = time.monotonic()
+    expected = await baselines.find(size) if baselines is not None else None
+    async with open_world(size, directory, say) as world:
+        await world.start_run()
+        striking = asyncio.create_task(strike_all(world, strikes))
+        state = await world.await_end(_RUN_SECONDS)
+        struck = await striking
+        if state != "completed":
+            raise BreachError(f"the run is {state} after {_RUN_SECONDS:.0f} s: {await describe(world)}")
+        await check_audit(world)
+        check_turns(world)
+        if expected is not None and world.hash_weights() != expected:
+            raise BreachError(f"the weights are {world.hash_weights()}, those of the clean run {expected}")
+        return Told(time.monotonic() - started, struck, world.count_recorded_turns(), count_generated(world))
+
+
+async def strike_all(world: World, strikes: Sequence[Strike]) -> int:
+    """One after the other, each at its moment; returns how many came to pass before the run was over."""
+    struck = 0
+    with contextlib.suppress(RunEndedError):
+        for strike in strikes:
+            await strike.moment.wait(world)
+            world.say(f"{strike.blow.text}, as {strike.moment.text}")
+            await strike.blow.strike(world)
+            struck += 1
+    return struck
+
+
+async def check_audit(world: World) -> None:
+    try:
+        report = await world.audit()
+    except AuditInputError as error:
+        raise BreachError(f"the audit cannot be made: {error}") from error
+    if not report.passed:
+        text = "; ".join(map(str, report.breaches[:3]))
+        raise BreachError(f"the audit found {report.num_breaches} breaches: {text}")
+    if report.num_steps != world.size.num_steps:
+        raise BreachError(f"the audit counts {report.num_steps} steps of {world.size.num_steps}")
+
+
+def check_turns(world: World) -> None:
+    """An agent that asks again for a turn that it has seen gets the same one, wherever it runs."""
+    seen: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
+    for turn in world.read_seen():
+        seen[turn.session, turn.turn][turn.digest] += 1
+    changed = [key for key, digests in seen.items() if len(digests) > 1]
+    if changed:
+        raise BreachError(f"turn {changed[0][1]} of session {changed[0][0]} was seen with different contents")
+
+
+def count_generated(world: World) -> int:
+    return sum(count for wanted, count in world.links["engine"].counts.items() if b"generate" in wanted)
+
+
+async def describe(world: World) -> str:
+    """What the run says of itself; for the report of a breach."""
+    view = await world.client.status(RUN, survey=True)
+    waiting = "" if view.survey is None else "; ".join(f"{item.subject}: {item.stage}" for item in view.survey.waiting)
+    status = "" if view.status is None else f"step {view.status.step}, {view.status.phase.value}, {view.status.pause}"
+    return " ".join(filter(None, [view.failure, view.status_error, status, waiting]))

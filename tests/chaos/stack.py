@@ -1,0 +1,199 @@
+"""The local stack of a chaos run, in a supervisor process of its own: `python -m tests.chaos.stack PLAN`.
+
+It is `everroll up`'s stack but for what PLAN (`StackPlan`) changes: links lie between the processes, the engine is in
+its deterministic mode, there may be several rollout workers, histories continue as new early, and nothing is given up
+however often it is killed. Killing the supervisor kills everything, as losing the machine would.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from everroll.contracts.spec import ModelSection
+from everroll.local import supervisor
+from everroll.local.identity import ProcessIdentity, is_running, send_signal
+from everroll.local.plan import StackOptions, plan_processes
+from everroll.local.process import ProcessSpec, read_log_tail
+from everroll.local.restarts import RestartPolicy
+from everroll.local.root import find_root
+from everroll.local.signals import InterruptedBySignalError, run_interruptibly
+from everroll.local.stack import LocalStack, run_stack
+from everroll.local.state import ProcessPhase, StackAddresses, StackDirectory, StackPhase, StackState
+from everroll.local.temporal_binary import find_temporal
+from tests.chaos.zygote import ForkedChild, Zygote
+
+ROOT = find_root()
+ADMIN_KEY = "chaos"
+_PATIENT = RestartPolicy(max_delay_seconds=1.0, max_failed_starts=1000, max_crashes=10_000)
+_START_SECONDS = 300.0
+_POLL_SECONDS = 0.02
+
+
+class StackPlan(BaseModel):
+    """What the supervisor is told."""
+
+    directory: Path
+    model: ModelSection
+    addresses: StackAddresses
+    """Where the services listen."""
+    engine_link: str
+    """URL at which the session server finds the engine."""
+    temporal_links: dict[str, str]
+    """Address at which a worker, by the name of its process, finds Temporal."""
+    num_rollout_workers: int = 1
+    continue_as_new_events: int = 4096
+    """Events after which the server suggests to continue as new."""
+    deterministic: bool = True
+    forked: bool = True
+    """Processes are forks of one that has imported everything; otherwise each starts from nothing, as in production."""
+
+
+def plan_stack(plan: StackPlan) -> list[ProcessSpec]:
+    options = StackOptions(
+        directory=plan.directory,
+        root=ROOT,
+        temporal=find_temporal(),
+        import_path=plan.directory,
+        model=plan.model,
+        task_queue=plan.addresses.task_queue,
+    )
+    specs = plan_processes(options, plan.addresses, ADMIN_KEY)
+    return [changed for spec in specs for changed in _change(spec, plan)]
+
+
+def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
+    if spec.name == "temporal":
+        suggest = f"limit.historyCount.suggestContinueAsNew={plan.continue_as_new_events}"
+        yield dataclasses.replace(spec, argv=(*spec.argv, "--dynamic-config-value", suggest))
+    elif spec.name == "engine":
+        extra = ("--num-threads", "1", *(("--deterministic",) if plan.deterministic else ()))
+        yield dataclasses.replace(spec, argv=(*spec.argv, *extra))
+    elif spec.name == "session-server":
+        (engine,) = plan.addresses.engine_urls
+        yield dataclasses.replace(spec, argv=tuple(plan.engine_link if part == engine else part for part in spec.argv))
+    else:
+        env = {**spec.env, "EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[spec.name], "EVERROLL_TORCH_THREADS": "1"}
+        yield dataclasses.replace(spec, env=env)
+        if spec.name == "worker-rollout":
+            for number in range(2, plan.num_rollout_workers + 1):
+                yield dataclasses.replace(spec, name=f"{spec.name}-{number}", env=env)
+
+
+async def supervise(plan: StackPlan) -> None:
+    directory = StackDirectory(plan.directory)
+    directory.create()
+    zygote = Zygote()
+    with directory.lock():
+        if plan.forked:
+            await zygote.start()
+            vars(supervisor)["Child"] = _Forking(zygote.start_child)
+        stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, _PATIENT)
+        async with run_stack(stack):
+            await stack.watch()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Forking:
+    """Takes the place of the class of child processes in the supervisor."""
+
+    start: Callable[..., Awaitable[ForkedChild]]
+
+
+class Stack:
+    """The supervisor and its processes, as the one who breaks them sees them."""
+
+    def __init__(self, plan: StackPlan) -> None:
+        self.plan = plan
+        self.directory = StackDirectory(plan.directory)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._file = plan.directory / "plan.json"
+        self._log = plan.directory / "supervisor.log"
+
+    def launch(self) -> None:
+        """Start the supervisor; `await_healthy` says when all is up."""
+        self.directory.create()
+        self._file.write_text(self.plan.model_dump_json())
+        with self._log.open("ab") as log:
+            command = [sys.executable, "-m", "tests.chaos.stack", str(self._file)]
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
+
+    async def await_healthy(self) -> None:
+        """Raises AssertionError when it does not come up."""
+        assert self._process is not None
+        deadline = time.monotonic() + _START_SECONDS
+        while True:
+            state = self.directory.read_state()
+            if state is not None and state.supervisor.pid == self._process.pid and state.phase is StackPhase.HEALTHY:
+                return
+            assert self._process.poll() is None, f"the supervisor ended:\n{read_log_tail(self._log)}"
+            assert time.monotonic() < deadline, f"the stack is not up in time:\n{read_log_tail(self._log)}"
+            await asyncio.sleep(_POLL_SECONDS)
+
+    def names(self) -> list[str]:
+        return [process.name for process in self._state().processes]
+
+    def find(self, name: str) -> ProcessIdentity | None:
+        """The process of that name that runs now."""
+        found = next(process.identity for process in self._state().processes if process.name == name)
+        return found if found is not None and is_running(found) else None
+
+    def is_healthy(self, name: str) -> bool:
+        found = next(process for process in self._state().processes if process.name == name)
+        return found.phase is ProcessPhase.HEALTHY and found.identity is not None and is_running(found.identity)
+
+    def signal(self, name: str, number: signal.Signals) -> ProcessIdentity | None:
+        """Signal the process; None if it does not run at this moment."""
+        identity = self.find(name)
+        return identity if identity is not None and send_signal(identity, number) else None
+
+    async def kill_everything(self) -> None:
+        """SIGKILL the supervisor; the kernel kills its children with it. Returns when none is left."""
+        assert self._process is not None
+        state = self._state()
+        self._process.kill()
+        await asyncio.to_thread(self._process.wait, 30)
+        left = [process.identity for process in state.processes if process.identity is not None]
+        deadline = time.monotonic() + 30
+        while any(is_running(identity) for identity in left):
+            assert time.monotonic() < deadline, "a process outlived its supervisor"
+            await asyncio.sleep(_POLL_SECONDS)
+
+    async def stop(self) -> None:
+        """SIGTERM, as Ctrl-C would; SIGKILL when that takes too long."""
+        if self._process is None or self._process.poll() is not None:
+            return
+        self._process.terminate()
+        try:
+            await asyncio.to_thread(self._process.wait, 60)
+        except subprocess.TimeoutExpired:
+            await self.kill_everything()
+
+    def _state(self) -> StackState:
+        state = self.directory.read_state()
+        assert state is not None
+        return state
+
+
+def main() -> int:
+    plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
+    os.set_blocking(1, True)
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    try:
+        asyncio.run(run_interruptibly(supervise(plan)))
+    except InterruptedBySignalError:
+        return 0
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

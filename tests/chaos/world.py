@@ -1,0 +1,253 @@
+"""One stack, the links between its processes, and one run on it: made, watched, and judged when it is over."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import sqlite3
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from everroll.audit.report import AuditReport
+from everroll.audit.run import Places, audit_run
+from everroll.client import EverrollClient
+from everroll.contracts.spec import RunSpec
+from everroll.local.ports import PortReservations
+from everroll.local.state import StackAddresses
+from tests.chaos.links import Link, open_link
+from tests.chaos.stack import Stack, StackPlan
+from tests.session_helpers import build_tokenizer, model_section, write_model_dir
+
+RUN = "chaos"
+QUEUE = "chaos"
+_NUM_PROMPTS = 64
+STOP_TOKEN_IDS = list(range(64))
+"""A quarter of the vocabulary: random weights would hardly ever end a turn by themselves."""
+_POLL_SECONDS = 0.05
+GENERATE = b"POST /generate "
+UPDATE = b"POST /update_weights"
+"""What goes to the engine: turns, and new weights."""
+_WORKERS = ("worker-workflows", "worker-rollout", "worker-trainer")
+
+
+@dataclass(frozen=True)
+class Size:
+    """How large the run is, and how soon its processes are taken for dead."""
+
+    num_steps: int = 5
+    groups_per_step: int = 4
+    episodes_per_group: int = 4
+    turns: int = 2
+    max_tokens: int = 32
+    max_staleness: int = 0
+    seed: int = 0
+    heartbeat_seconds: float = 2.0
+    train_heartbeat_seconds: float = 5.0
+    continue_as_new_events: int = 100
+    num_rollout_workers: int = 2
+    checkpoint_every: int = 2
+    forked: bool = True
+    """See `StackPlan`."""
+
+    @property
+    def num_turns(self) -> int:
+        return self.num_steps * self.groups_per_step * self.episodes_per_group * self.turns
+
+
+@dataclass(frozen=True)
+class SeenTurn:
+    """A line of the agent: it saw this turn's answer."""
+
+    session: str
+    group: int
+    turn: int
+    pid: int
+    at: float
+    tokens: int
+    digest: str
+
+
+def make_model(directory: Path) -> None:
+    """A checkpoint with random weights, small enough that a turn takes milliseconds."""
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=build_tokenizer().get_vocab_size(),
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=16,
+        max_position_embeddings=512,
+        tie_word_embeddings=True,
+    )
+    write_model_dir(directory)
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+
+
+@dataclass
+class World:
+    """What a blow strikes at, and what a judge looks at."""
+
+    size: Size
+    directory: Path
+    stack: Stack
+    links: dict[str, Link]
+    client: EverrollClient
+    spec: RunSpec
+    say: Callable[[str], None]
+    ended: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when the run is over: no moment is waited for any longer."""
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.spec.run.output_dir) / RUN
+
+    @property
+    def store(self) -> Path:
+        return Path(self.spec.services.store_url)
+
+    def read_seen(self) -> list[SeenTurn]:
+        try:
+            lines = (self.directory / "seen.jsonl").read_bytes().splitlines()
+        except FileNotFoundError:
+            return []
+        return [SeenTurn(**json.loads(line)) for line in lines]
+
+    def count_seen(self) -> int:
+        """How many different turns agents have seen."""
+        return len({(turn.session, turn.turn) for turn in self.read_seen()})
+
+    def count_steps(self) -> int:
+        return len(list((self.run_dir / "steps").glob("step_*.json")))
+
+    def count_recorded_turns(self) -> int:
+        """Turns in the journal."""
+        with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=10)) as journal:
+            return int(journal.execute("SELECT count(*) FROM turns").fetchone()[0])
+
+    @property
+    def journal(self) -> Path:
+        return self.directory / "sessions.sqlite"
+
+    def hash_weights(self) -> str:
+        """Of the last step's published weights."""
+        last = self.run_dir / "weights" / f"step_{self.size.num_steps:06d}" / "model.safetensors"
+        return hashlib.sha256(last.read_bytes()).hexdigest()
+
+    async def start_run(self) -> None:
+        await self.client.start(self.spec)
+
+    async def await_end(self, seconds: float) -> str:
+        """The state the run ended in, `running` if it did not in time. Outages of Temporal are waited out."""
+        deadline = time.monotonic() + seconds
+        state = "running"
+        while state == "running" and time.monotonic() < deadline:
+            with contextlib.suppress(Exception):
+                state = (await self.client.status(RUN)).state
+            await asyncio.sleep(_POLL_SECONDS)
+        self.ended.set()
+        return state
+
+    async def audit(self) -> AuditReport:
+        return await audit_run(self.client.temporal, RUN, Places(journal=str(self.journal)))
+
+
+@contextlib.asynccontextmanager
+async def open_world(size: Size, directory: Path, say: Callable[[str], None]) -> AsyncIterator[World]:
+    """A stack that is up in `directory`, with links between its processes; the run is not started."""
+    model = await asyncio.to_thread(_write_inputs, directory)
+    async with contextlib.AsyncExitStack() as resources:
+        ports = resources.enter_context(PortReservations())
+        temporal, ui, sessions, engine = (ports.choose(0) for _ in range(4))
+        addresses = StackAddresses(
+            temporal_address=f"127.0.0.1:{temporal}",
+            ui_url=f"http://127.0.0.1:{ui}",
+            task_queue=QUEUE,
+            session_url=f"http://127.0.0.1:{sessions}",
+            engine_urls=[f"http://127.0.0.1:{engine}"],
+            store_url=str(directory / "store"),
+        )
+        ends = {"engine": engine, "sessions": sessions, **{f"{worker}-temporal": temporal for worker in _WORKERS}}
+        links = {
+            name: await resources.enter_async_context(open_link(name, port, (GENERATE, UPDATE)))
+            for name, port in ends.items()
+        }
+        plan = StackPlan(
+            directory=directory,
+            model=model_section(model),
+            addresses=addresses,
+            engine_link=f"http://127.0.0.1:{links['engine'].port}",
+            temporal_links={worker: f"127.0.0.1:{links[f'{worker}-temporal'].port}" for worker in _WORKERS},
+            num_rollout_workers=size.num_rollout_workers,
+            continue_as_new_events=size.continue_as_new_events,
+            forked=size.forked,
+        )
+        stack = Stack(plan)
+        resources.push_async_callback(stack.stop)
+        stack.launch()
+        await stack.await_healthy()
+        client = await EverrollClient.connect(addresses.temporal_address, addresses.temporal_namespace, 60)
+        yield World(size, directory, stack, links, client, build_spec(size, directory, plan, links), say)
+
+
+def _write_inputs(directory: Path) -> Path:
+    """Prompts and a model; returns the model's directory."""
+    directory.mkdir(parents=True, exist_ok=True)
+    model = directory / "model"
+    if not model.exists():
+        make_model(model)
+    prompts = "".join(json.dumps({"text": f"say {number}"}) + "\n" for number in range(_NUM_PROMPTS))
+    (directory / "prompts.jsonl").write_text(prompts)
+    return model
+
+
+def build_spec(size: Size, directory: Path, plan: StackPlan, links: dict[str, Link]) -> RunSpec:
+    values: dict[str, Any] = {
+        "run": {
+            "name": RUN,
+            "num_steps": size.num_steps,
+            "seed": size.seed,
+            "output_dir": str(directory / "runs"),
+        },
+        "model": plan.model.model_dump(),
+        "data": {"path": str(directory / "prompts.jsonl")},
+        "rollout": {
+            "groups_per_step": size.groups_per_step,
+            "episodes_per_group": size.episodes_per_group,
+            "max_staleness": size.max_staleness,
+            "heartbeat_timeout_seconds": size.heartbeat_seconds,
+            "agent": {
+                "function": "tests.chaos.agent:run",
+                "args": {"seen": str(directory / "seen.jsonl"), "turns": size.turns},
+            },
+            "sampling": {"max_tokens": size.max_tokens, "stop_token_ids": STOP_TOKEN_IDS},
+            "max_refills": 50,
+            "refill_backoff_seconds": 0.5,
+            "abort_budget": {"probe_seconds": 0.5},
+        },
+        "train": {
+            "learning_rate": 1e-3,
+            "device": "cpu",
+            "checkpoint_every": size.checkpoint_every,
+            "keep_weights": size.num_steps + 2,
+            "heartbeat_timeout_seconds": size.train_heartbeat_seconds,
+            "on_replay_difference": "fail",
+        },
+        "services": {
+            "temporal_address": plan.addresses.temporal_address,
+            "task_queue": QUEUE,
+            "session_url": f"http://127.0.0.1:{links['sessions'].port}",
+            "engine_urls": [f"http://127.0.0.1:{links['engine'].port}"],
+            "store_url": plan.addresses.store_url,
+        },
+    }
+    return RunSpec.model_validate(values)
