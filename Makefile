@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-unit test-slow slow-tools check format docs install clean clean-all
+.PHONY: demo chaos test test-unit test-slow slow-tools check format docs install clean clean-all
 
 install: $(INSTALLED)
 
@@ -20,6 +20,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 # Start everything on this machine, train the calculator agent, and show that the reward rises.
 demo: $(INSTALLED)
 	$(BIN)/everroll demo
+
+# Half an hour of killing everything that runs; prints its seed, stops at the first broken promise (docs/durability.md).
+chaos: $(INSTALLED)
+	$(BIN)/python -m tests.chaos --minutes 30
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow'

@@ -27,6 +27,7 @@ from tests.chaos.world import Size
 
 ROLLOUT = ("worker-rollout", "worker-rollout-2")
 PROCESSES = (*ROLLOUT, "worker-trainer", "session-server", "engine", "worker-workflows", "temporal")
+_OVERLAPPED_SHARE = 0.2
 LINKS = ("engine", "sessions", "worker-rollout-temporal", "worker-trainer-temporal", "worker-workflows-temporal")
 
 
@@ -73,7 +74,8 @@ def chosen_strikes() -> dict[str, Strike]:
 def draw_round(seed: str, num_strikes: int = 3) -> Round:
     """A round of strikes at random and at chosen moments."""
     rng = random.Random(f"round {seed}")
-    size = Size(seed=rng.randrange(3))
+    max_staleness = 1 if rng.random() < _OVERLAPPED_SHARE else 0
+    size = Size(seed=rng.randrange(3), max_staleness=max_staleness)
     strikes = [_draw_strike(rng, size, index / num_strikes) for index in range(num_strikes)]
     return Round(tuple(strikes), size)
 
