@@ -1,8 +1,12 @@
-"""What `everroll demo` does: make the model, start the stack, start a run as any client would, and judge its reward."""
+"""What `everroll demo` does: make the model, start the stack, start a run as any client would, and judge it.
+
+With `--chaos` a process is killed every few seconds while it trains. It is judged by the same measure.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import sys
 from collections.abc import Coroutine, Sequence
@@ -13,6 +17,10 @@ from typing import Any
 
 from rich.console import Console
 
+from everroll.audit.report import AuditReport
+from everroll.audit.run import Places
+from everroll.chaos.killer import Killer, summarize
+from everroll.cli.audit import audit_with_progress, default_journal, render_report
 from everroll.cli.display import make_display, render_steps
 from everroll.cli.errors import FAILED
 from everroll.cli.follow import follow_quietly, print_end
@@ -33,6 +41,10 @@ MOST_AT_FIRST = 0.5
 LAST_STEPS = 5
 LEAST_AT_LAST = 0.85
 _MAKE_SECONDS = 300.0
+_BACK_SECONDS = 120.0
+_LOOK_SECONDS = 0.5
+# So that a kill is noticed within seconds.
+_CHAOS_OVERRIDES = {"rollout.heartbeat_timeout_seconds": "3", "train.heartbeat_timeout_seconds": "5"}
 
 
 @dataclass(frozen=True)
@@ -59,11 +71,14 @@ def judge_rewards(rewards: Sequence[float]) -> Verdict:
 class Demo:
     """One demo, with a directory and a run name of its own, so that nothing of an earlier one is in its way."""
 
-    def __init__(self, directory: Path, seed: int, keep: bool) -> None:
+    def __init__(self, directory: Path, seed: int, keep: bool, chaos: bool = False) -> None:
         self.name = f"demo-{datetime.now().astimezone():%Y%m%d-%H%M%S}"
         self.home = directory.absolute() / self.name
         self.seed = seed
         self.keep = keep
+        self.chaos = chaos
+        self.progress = Progress()
+        self.quiet = False
         self.console = Console(highlight=False)
 
     async def run(self) -> int:
@@ -91,8 +106,8 @@ class Demo:
             task_queue=spec.services.task_queue,
             ports=wanted_ports(spec.services),
         )
-        async with hold_stack(directory, options, self._say) as stack:
-            code = await self._train(spec, stack)
+        async with hold_stack(directory, options, self._report) as stack:
+            code = await self._train_and_judge(spec, stack, directory)
             if self.keep:
                 await self._keep_up(stack)
         return code
@@ -118,11 +133,12 @@ class Demo:
             "run.output_dir": str(self.home / "runs"),
             "model.path": str(self.home / "model"),
             "data.path": str(self.home / "prompts.jsonl"),
+            **(_CHAOS_OVERRIDES if self.chaos else {}),
         }
         return load_run_file(root / "examples" / "calculator" / "run.toml", overrides)
 
-    async def _train(self, spec: RunSpec, stack: LocalStack) -> int:
-        """Start the run, follow it, and tell how it went."""
+    async def _train_and_judge(self, spec: RunSpec, stack: LocalStack, directory: StackDirectory) -> int:
+        """Start the run, follow it, and tell how it went; returns the exit code."""
         addresses = stack.addresses
         services = spec.services.model_copy(update=addresses.service_defaults())
         client = await EverrollClient.connect(addresses.temporal_address, addresses.temporal_namespace)
@@ -131,18 +147,35 @@ class Demo:
         url = view.url(addresses.ui_url or "")
         self._say(f"run {self.name} started through the Temporal client")
         self._say(f"watch it in the web UI: {url}")
-        progress = Progress()
+        killer = Killer(directory, self.seed, self._say, self._describe_moment)
         with make_display(self.console, url) as display:
-            view = await _unless_failed(stack, follow_quietly(client, self.name, progress, display))
-        return self._conclude(view, progress)
+            following = follow_quietly(client, self.name, self.progress, display)
+            self.quiet = self.chaos
+            await _unless_failed(stack, following, killer if self.chaos else None)
+        self.quiet = False
+        view = await _read_end(client, self.name, self.progress)
+        report = await audit_with_progress(client, self.name, self._places(), Console(stderr=True))
+        return self._conclude(view, killer, report)
 
-    def _conclude(self, view: RunView, progress: Progress) -> int:
+    def _places(self) -> Places:
+        return Places(journal=default_journal(self.home))
+
+    def _describe_moment(self) -> str:
+        """What the run is doing, for the one who kills."""
+        status = self.progress.status
+        return f"at step {status.step}, {status.phase.value}" if status else "before the first step"
+
+    def _conclude(self, view: RunView, killer: Killer, report: AuditReport) -> int:
+        steps = self.progress.ordered_steps
         self.console.print()
-        self.console.print(render_steps(progress.ordered_steps))
+        self.console.print(render_steps(steps))
+        self.console.print()
+        self.console.print(render_report(report))
         self.console.print()
         print_end(self.console, view)
-        verdict = judge_rewards([record.mean_reward for record in progress.ordered_steps])
-        passed = verdict.passed and view.state == "completed"
+        if self.chaos:
+            self.console.print(summarize(killer.recoveries), soft_wrap=True)
+        verdict = judge_rewards([record.mean_reward for record in steps])
         opening = "The reward rose" if verdict.passed else "The reward did not rise as it should"
         self.console.print(f"{opening}: {verdict.text}", soft_wrap=True)
         self.console.print()
@@ -151,6 +184,7 @@ class Demo:
         if not self.keep:
             self.console.print(f"its pages in the web UI  everroll up --dir {self.home}", soft_wrap=True)
             self.console.print("leave the stack up       everroll demo --keep", soft_wrap=True)
+        passed = verdict.passed and view.state == "completed" and report.passed
         return 0 if passed else FAILED
 
     async def _keep_up(self, stack: LocalStack) -> None:
@@ -159,25 +193,53 @@ class Demo:
         self._say(f"the stack stays up, web UI {ui}; stop it with Ctrl-C, or: everroll down --dir {self.home}")
         await stack.watch()
 
+    def _report(self, text: str) -> None:
+        """News of the stack; while processes are killed on purpose, the killer tells them."""
+        if not self.quiet:
+            self._say(text)
+
     def _say(self, text: str) -> None:
         now = datetime.now().astimezone()
         self.console.print(f"{now:%H:%M:%S}  {text}", markup=False, soft_wrap=True)
 
 
-async def _unless_failed(stack: LocalStack, work: Coroutine[Any, Any, RunView]) -> RunView:
-    """The result of `work`, unless a process of the stack fails for good before.
+async def _unless_failed(stack: LocalStack, work: Coroutine[Any, Any, RunView], killer: Killer | None) -> None:
+    """Wait for `work`, unless a process of the stack fails for good before.
 
     Raises:
         StackError: naming the process.
     """
-    following = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(stack.watch())
+    following = asyncio.create_task(work)
+    others = [asyncio.create_task(stack.watch())]
+    if killer is not None:
+        others.append(asyncio.create_task(killer.run()))
     try:
-        await asyncio.wait([following, watching], return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():
-            watching.result()
-        return following.result()
+        await asyncio.wait([following, *others], return_when=asyncio.FIRST_COMPLETED)
+        for other in others:
+            if other.done():
+                other.result()
+        following.result()
     finally:
-        for task in (following, watching):
-            task.cancel()
-        await asyncio.gather(following, watching, return_exceptions=True)
+        following.cancel()
+        for other in others:
+            other.cancel()
+        await asyncio.gather(following, *others, return_exceptions=True)
+
+
+async def _read_end(client: EverrollClient, run: str, progress: Progress) -> RunView:
+    """The run as it ended, and its last steps: the last kill may have been Temporal's, or the workflow worker's.
+
+    Raises:
+        ConnectionError: they do not come back.
+    """
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + _BACK_SECONDS
+    while True:
+        with contextlib.suppress(ConnectionError):
+            view = await client.status(run)
+            if view.status is not None:
+                progress.add(loop.time(), view)
+                return view
+        if loop.time() > deadline:
+            raise ConnectionError(f"after its end nobody answers for run {run}")
+        await asyncio.sleep(_LOOK_SECONDS)

@@ -1,0 +1,101 @@
+"""Kill the processes of a local stack, one after the other, and say so.
+
+The next one is killed a few seconds after the last one is back, so that what is shown is recovery, and not a stack that
+never comes up. Each process has its turn before any is killed again, and once in a while all are killed at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from everroll.local.identity import ProcessIdentity, send_signal
+from everroll.local.state import ProcessPhase, ProcessState, StackDirectory, StackError
+
+EVERYTHING = "everything"
+_PAUSE_SECONDS = (2.0, 5.0)
+_BACK_SECONDS = 300.0
+_LOOK_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A kill, and how long it took until what was killed served again."""
+
+    victim: str
+    seconds: float
+
+
+class Killer:
+    """Kills until it is cancelled."""
+
+    def __init__(
+        self, directory: StackDirectory, seed: int, say: Callable[[str], None], describe: Callable[[], str]
+    ) -> None:
+        """`describe` says in a few words what the run is doing at that moment."""
+        self.recoveries: list[Recovery] = []
+        self._directory = directory
+        self._rng = random.Random(f"killer {seed}")
+        self._say = say
+        self._describe = describe
+        self._next: list[str] = []
+
+    async def run(self) -> None:
+        """Kill, wait until it is back, wait a little, and so on.
+
+        Raises:
+            StackError: what was killed did not come back.
+        """
+        while True:
+            await asyncio.sleep(self._rng.uniform(*_PAUSE_SECONDS))
+            await self._strike(self._draw())
+
+    def _draw(self) -> str:
+        """The next victim, from a bag that holds each once."""
+        if not self._next:
+            self._next = [EVERYTHING, *(process.name for process in self._processes())]
+            self._rng.shuffle(self._next)
+        return self._next.pop()
+
+    async def _strike(self, victim: str) -> None:
+        struck = [process for process in self._processes() if victim in (EVERYTHING, process.name)]
+        before = {process.name: process.identity for process in struck if process.identity is not None}
+        pids = ", ".join(str(identity.pid) for identity in before.values())
+        self._say(f"SIGKILL  {victim} (pid {pids}), {self._describe()}")
+        loop = asyncio.get_running_loop()
+        started = loop.time()
+        for identity in before.values():
+            send_signal(identity, signal.SIGKILL)
+        while not self._are_back(before):
+            if loop.time() - started > _BACK_SECONDS:
+                raise StackError(f"{victim} did not come back within {_BACK_SECONDS:.0f} s after it was killed")
+            await asyncio.sleep(_LOOK_SECONDS)
+        seconds = loop.time() - started
+        self.recoveries.append(Recovery(victim, seconds))
+        self._say(f"back     {victim} after {seconds:.1f} s")
+
+    def _are_back(self, before: dict[str, ProcessIdentity]) -> bool:
+        """Whether each has a successor that serves."""
+        now = {process.name: process for process in self._processes()}
+        return all(
+            now[name].phase is ProcessPhase.HEALTHY and now[name].identity != identity
+            for name, identity in before.items()
+        )
+
+    def _processes(self) -> Sequence[ProcessState]:
+        state = self._directory.read_state()
+        return [] if state is None else state.processes
+
+
+def summarize(recoveries: Sequence[Recovery]) -> str:
+    """`9 kills: engine 2, temporal 1, ...; back after 4.1 s (median)`."""
+    if not recoveries:
+        return "nothing was killed: the run was over too soon"
+    victims = sorted({recovery.victim for recovery in recoveries})
+    counts = ", ".join(f"{name} {sum(item.victim == name for item in recoveries)}" for name in victims)
+    seconds = median(recovery.seconds for recovery in recoveries)
+    return f"{len(recoveries)} kills ({counts}); what was killed served again after {seconds:.1f} s (median)"
