@@ -28,21 +28,40 @@ _ROUTINE_SECONDS = 5.0
 """A task that waits for a worker for less than this is nothing to speak of."""
 _SILENT_SHARE = 0.6
 """Part of its heartbeat timeout after which an activity counts as silent: it heartbeats three times in each."""
-_HIDDEN = (names.SURVEY_GROUPS, names.AWAIT_GROUPS)
-"""The survey itself, and activities that only stand for a group, which is surveyed in its own right."""
+_HIDDEN = (names.SURVEY_GROUPS, names.AWAIT_GROUPS, names.AWAIT_EVALUATION)
+"""The survey itself, and activities that only stand for a group or an evaluation, which is surveyed itself."""
 
 
 async def survey_run(client: Client, run: str, groups: Sequence[int]) -> Survey:
-    """What the run itself and these groups (the first 64 of them) wait for."""
+    """What the run itself, its evaluations and these groups (the first 64 of them) wait for."""
     gate = asyncio.Semaphore(_CONCURRENCY)
 
-    async def ask(group: int | None) -> list[Waiting]:
+    async def ask(workflow_id: str, group: int | None = None) -> list[Waiting]:
         async with gate:
-            return await _survey_workflow(client, run, group)
+            return await _survey_workflow(client, workflow_id, group)
 
-    found = await asyncio.gather(*(ask(group) for group in [None, *groups[:_MAX_GROUPS]]))
+    async def ask_evaluation(workflow_id: str) -> list[Waiting]:
+        which = workflow_id.partition("/eval/")[2]
+        waiting = await ask(workflow_id)
+        return [item.model_copy(update={"activity": f"evaluation {which} {item.activity}"}) for item in waiting]
+
+    found = await asyncio.gather(
+        ask(names.run_workflow_id(run)),
+        *(ask_evaluation(workflow_id) for workflow_id in await _find_evaluations(client, run)),
+        *(ask(names.group_workflow_id(run, group), group) for group in groups[:_MAX_GROUPS]),
+    )
     waiting = sorted((item for items in found for item in items), key=lambda item: (not item.stuck, item.since))
     return Survey(taken_at=time.time(), waiting=waiting[:_MAX_SHOWN], num_waiting=len(waiting))
+
+
+async def _find_evaluations(client: Client, run: str) -> list[str]:
+    """Evaluations of a run that are under way, by Temporal's index."""
+    query = f"{names.SEARCH_RUN} = '{run}' AND WorkflowType = '{names.EVALUATION}' AND ExecutionStatus = 'Running'"
+    try:
+        found = client.list_workflows(query, limit=_MAX_GROUPS, rpc_timeout=_RPC_TIMEOUT)
+        return sorted([execution.id async for execution in found])
+    except RPCError:
+        return []
 
 
 async def find_groups(client: Client, run: str) -> list[int]:
@@ -55,8 +74,7 @@ async def find_groups(client: Client, run: str) -> list[int]:
         return []
 
 
-async def _survey_workflow(client: Client, run: str, group: int | None) -> list[Waiting]:
-    workflow_id = names.run_workflow_id(run) if group is None else names.group_workflow_id(run, group)
+async def _survey_workflow(client: Client, workflow_id: str, group: int | None) -> list[Waiting]:
     try:
         description = await client.get_workflow_handle(workflow_id).describe(rpc_timeout=_RPC_TIMEOUT)
     except RPCError:

@@ -25,6 +25,7 @@ from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport,
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import Phase
 from everroll.evaluate import evaluate_run
+from everroll.survey import survey_run
 from tests.integration.test_long_histories import grow_history
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
@@ -399,3 +400,22 @@ async def test_a_cancelled_run_leaves_no_evaluation_behind(
         with pytest.raises(WorkflowFailureError) as caught:
             await asyncio.wait_for(handle.result(), 20)
     assert isinstance(caught.value.cause, CancelledError)
+
+
+async def test_an_evaluation_that_waits_for_a_worker_is_named(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    spec = build(tmp_path, run_name, task_queue, {"every": 100}, run={"num_steps": 1})
+    simulation = gate_evaluations()
+    assert simulation.gate is not None
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_until(lambda: len(evaluated(simulation)) == 4)
+
+        async def is_named() -> bool:
+            survey = await survey_run(client.temporal, run_name, [])
+            return any(item.activity == "evaluation 0 run_episode" for item in survey.waiting)
+
+        await wait_for(is_named)
+        simulation.gate.set()
+        await client.result(run_name)
