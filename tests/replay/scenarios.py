@@ -1,0 +1,129 @@
+"""Small real runs whose histories stand for a release: every path of the workflow code that a history can show."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+
+from temporalio.exceptions import ApplicationError
+
+from everroll.client import EverrollClient, RunFailedError
+from everroll.contracts import names
+from everroll.contracts.health import EpisodesReport
+from everroll.contracts.outcomes import ErrorType
+from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport, EpisodeRequest
+from everroll.contracts.spec import RunSpec
+from tests.simulation import Simulation, abort, build_spec, fail, succeed
+
+_SECONDS = 120.0
+_SIGNALS_TO_GROW = 80
+Play = Callable[[EverrollClient, str, str], Awaitable[None]]
+
+
+@asynccontextmanager
+async def _running(client: EverrollClient, spec: RunSpec, simulation: Simulation) -> AsyncIterator[None]:
+    """A run under way; it is awaited at the end."""
+    async with simulation.workers(client.temporal, spec.services.task_queue):
+        await client.start(spec)
+        yield
+        await asyncio.wait_for(client.result(spec.run.name), _SECONDS)
+
+
+async def _wait(client: EverrollClient, run: str, is_there: Callable[[], bool]) -> None:
+    async with asyncio.timeout(_SECONDS):
+        while not is_there():
+            await client.status(run)
+
+
+async def play_normal(client: EverrollClient, run: str, task_queue: str) -> None:
+    """Two steps, synchronous; nothing happens."""
+    async with _running(client, build_spec(run, task_queue), Simulation()):
+        pass
+
+
+async def play_losses(client: EverrollClient, run: str, task_queue: str) -> None:
+    """Overlap; a member is sampled again, a group is dropped, one is stale and sampled again, one a straggler."""
+    simulation = Simulation()
+
+    def play(request: EpisodeRequest) -> EpisodeReport:
+        return fail(request) if request.key.group == 1 else succeed(request)
+
+    def collect(key: EpisodeKey) -> CollectResult:
+        if (key.group, key.member, key.attempt) == (0, 0, 0):
+            return abort(key)
+        collected = simulation.build_collected(key)
+        if key.group == 4 and key.attempt == 0 and collected.samples is not None:
+            samples = collected.samples.model_copy(update={"min_weight_version": -9})
+            return collected.model_copy(update={"samples": samples})
+        return collected
+
+    simulation.play, simulation.collect = play, collect
+    rollout = {
+        "max_staleness": 1,
+        "max_refills": 1,
+        "refill_backoff_seconds": 0.1,
+        "on_stale": "refill",
+        "oversample_groups": 1,
+        "stragglers": {"policy": "drop"},
+    }
+    async with _running(client, build_spec(run, task_queue, run={"num_steps": 4}, rollout=rollout), simulation):
+        pass
+
+
+async def play_pause(client: EverrollClient, run: str, task_queue: str) -> None:
+    """Paused and resumed by request while groups play."""
+    gate = asyncio.Event()
+    simulation = Simulation(gate=gate)
+    async with _running(client, build_spec(run, task_queue), simulation):
+        await _wait(client, run, lambda: len(simulation.episodes) == 4)
+        await client.pause(run, "to be recorded")
+        gate.set()
+        await client.resume(run, "recorded")
+
+
+async def play_continued(client: EverrollClient, run: str, task_queue: str) -> None:
+    """Continued as new with groups in flight, which are re-attached."""
+    gate = asyncio.Event()
+    simulation = Simulation(gate=gate)
+    async with _running(client, build_spec(run, task_queue, rollout={"max_staleness": 1}), simulation):
+        await _wait(client, run, lambda: len(simulation.episodes) == 8)
+        handle = client.temporal.get_workflow_handle(names.run_workflow_id(run))
+        first = (await handle.describe()).run_id
+        for _ in range(_SIGNALS_TO_GROW):
+            await handle.signal(names.SIGNAL_REPORT, EpisodesReport(group=0, num_collected=0))
+        async with asyncio.timeout(_SECONDS):
+            while (await handle.describe()).run_id == first:
+                await handle.signal(names.SIGNAL_REPORT, EpisodesReport(group=0, num_collected=0))
+        gate.set()
+
+
+async def play_failed(client: EverrollClient, run: str, task_queue: str) -> None:
+    """A terminal failure in one group ends the run and the other groups."""
+    simulation = Simulation()
+
+    def collect(key: EpisodeKey) -> CollectResult:
+        if key.group == 1:
+            raise ApplicationError("answered 500", type=ErrorType.SERVER.value, non_retryable=True)
+        return simulation.build_collected(key)
+
+    simulation.collect = collect
+    with suppress(RunFailedError):
+        async with _running(client, build_spec(run, task_queue), simulation):
+            pass
+
+
+@dataclass(frozen=True)
+class Scenario:
+    name: str
+    play: Play
+
+
+SCENARIOS = [
+    Scenario("normal", play_normal),
+    Scenario("losses", play_losses),
+    Scenario("pause", play_pause),
+    Scenario("continued", play_continued),
+    Scenario("failed", play_failed),
+]
