@@ -25,6 +25,10 @@ demo: $(INSTALLED)
 chaos: $(INSTALLED)
 	$(BIN)/python -m tests.chaos --minutes 30
 
+# The same, while its processes are killed; ends with the audit.
+demo-chaos: $(INSTALLED)
+	$(BIN)/everroll demo --chaos
+
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -m 'not slow'
 

@@ -17,8 +17,8 @@ import aiohttp
 from temporalio import activity
 
 from everroll.contracts import names
-from everroll.contracts.training import PublishRequest, PublishResult, Weights
-from everroll.engines.base import Engine, EngineError, EngineUnavailableError, WeightUpdateError
+from everroll.contracts.training import PublishRequest, PublishResult
+from everroll.engines.base import Engine, EngineError, EngineUnavailableError, Serving, WeightUpdateError
 from everroll.engines.http import EngineTimeouts
 from everroll.engines.open import open_engine
 
@@ -72,7 +72,10 @@ class PublishLog:
 
 
 class PublishingActivities:
-    """Idempotent by version: an engine that has the version is only told to go on."""
+    """Idempotent by version: an engine that has the version is only told to go on.
+
+    A run's first publish compares the path as well, and loads where the engine does not tell it.
+    """
 
     def __init__(self, session: aiohttp.ClientSession) -> None:
         self._session = session
@@ -91,7 +94,7 @@ class PublishingActivities:
         ]
         log = PublishLog.read(activity.info().heartbeat_details, request.weights.version)
         async with _beating(log):
-            updates = [EngineUpdate(engine, request.weights, request.timeout_seconds, log) for engine in engines]
+            updates = [EngineUpdate(engine, request, log) for engine in engines]
             results = await asyncio.gather(*(update.run() for update in updates), return_exceptions=True)
         _raise_failures([result for result in results if isinstance(result, BaseException)], len(engines))
         seconds = [result for result in results if not isinstance(result, BaseException)]
@@ -102,8 +105,9 @@ class PublishingActivities:
 class EngineUpdate:
     """One engine's way to a weight version."""
 
-    def __init__(self, engine: Engine, weights: Weights, timeout_seconds: float, log: PublishLog) -> None:
-        self._engine, self._weights, self._timeout_seconds, self._log = engine, weights, timeout_seconds, log
+    def __init__(self, engine: Engine, request: PublishRequest, log: PublishLog) -> None:
+        self._engine, self._log = engine, log
+        self._weights, self._timeout_seconds, self._first = request.weights, request.timeout_seconds, request.first
 
     async def run(self) -> float:
         """Pause in place, update, continue; returns the seconds it took, 0 if the engine had the version already.
@@ -113,14 +117,14 @@ class EngineUpdate:
         started = time.monotonic()
         post = self._log.posts.get(self._url)
         try:
-            version = await self._ask_version(post)
-            if version == self._weights.version:
+            serving = await self._ask(post)
+            if serving is not None and self._has_weights(serving) and (post is not None or self._is_sure(serving)):
                 await self._engine.resume()
                 return 0.0
-            if post is not None and (version is None or await self._is_at_it(post, version)):
-                await self._await_version(post.at + self._timeout_seconds * _LOADING_PATIENCE)
+            if post is not None and (serving is None or await self._is_at_it(post, serving.version)):
+                await self._await_weights(post.at + self._timeout_seconds * _LOADING_PATIENCE)
             else:
-                await self._load(version or 0)
+                await self._load(serving.version if serving else 0)
         except asyncio.CancelledError:
             if _is_run_cancelled():
                 await self._try_to_resume()
@@ -136,10 +140,20 @@ class EngineUpdate:
     def _url(self) -> str:
         return self._engine.base_url
 
-    async def _ask_version(self, post: Post | None) -> int | None:
+    def _has_weights(self, serving: Serving) -> bool:
+        """Version numbers are a run's own: at its first publish, another model or run may have left the same one."""
+        if serving.version != self._weights.version:
+            return False
+        return not self._first or serving.path in (None, self._weights.path)
+
+    def _is_sure(self, serving: Serving) -> bool:
+        """Whether the number alone, or the path with it, says that these are the weights."""
+        return not self._first or serving.path is not None
+
+    async def _ask(self, post: Post | None) -> Serving | None:
         """None if it does not say, which is an error unless it may be busy with a load."""
         try:
-            return await self._engine.weight_version()
+            return await self._engine.serving()
         except EngineUnavailableError as error:
             if post is None or error.trouble == "unreachable":
                 raise
@@ -156,7 +170,7 @@ class EngineUpdate:
                 raise
             # A lost connection mostly means a dead engine; one that is only slow gets all the time there is.
             patience = _LOADING_PATIENCE if error.trouble == "timeout" else 1
-            await self._await_version(time.time() + self._timeout_seconds * patience)
+            await self._await_weights(time.time() + self._timeout_seconds * patience)
 
     async def _is_at_it(self, post: Post, version: int) -> bool:
         """Whether an engine that was told to load by an earlier attempt can still be loading.
@@ -166,25 +180,25 @@ class EngineUpdate:
         """
         return version == post.old_version and await self._engine.is_paused() is not False
 
-    async def _await_version(self, until: float) -> None:
-        """Ask for the version until the engine has it; `until` in Unix seconds.
+    async def _await_weights(self, until: float) -> None:
+        """Ask what the engine serves until it is the weights; `until` in Unix seconds.
 
         Raises:
             EngineUnavailableError: nobody listens there any more: what it was loading is lost.
             WeightUpdateError: it still serves another version.
         """
         self._log.stage = f"waiting until {self._url} has loaded version {self._weights.version}"
-        version: int | None = None
+        serving: Serving | None = None
         while time.time() < until:
             try:
-                version = await self._engine.weight_version()
+                serving = await self._engine.serving()
             except EngineUnavailableError as error:
                 if error.trouble == "unreachable":
                     raise
-            if version == self._weights.version:
+            if serving is not None and self._has_weights(serving):
                 return
             await asyncio.sleep(_POLL_SECONDS)
-        said = "has not told its version" if version is None else f"still serves version {version}"
+        said = "has not told its version" if serving is None else f"still serves version {serving.version}"
         problem = f"was told to load version {self._weights.version} from {self._weights.path} long ago and {said}"
         raise WeightUpdateError("POST", self._url, problem)
 

@@ -193,6 +193,7 @@ class WireServer:
     """Of completions."""
     loads: list[str] = field(default_factory=list)
     """Paths that were posted to be loaded."""
+    served_path: str = "m"
     _loading: set[asyncio.Task[None]] = field(default_factory=set)
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -247,7 +248,7 @@ class WireServer:
         return web.json_response({})
 
     async def _model_info(self, body: Answer, request: web.Request) -> web.Response:
-        info: Answer = {"model_path": "m", "weight_version": str(self.version)}
+        info: Answer = {"model_path": self.served_path, "weight_version": str(self.version)}
         return web.json_response(info | ({"is_paused": self.paused} if self.tells_pause else {}))
 
     async def _models(self, body: Answer, request: web.Request) -> web.Response:
@@ -290,12 +291,13 @@ class WireServer:
 
     async def _load(self, path: str, version: int | None) -> None:
         self.loads.append(path)
-        task = asyncio.create_task(self._finish_load(version))
+        task = asyncio.create_task(self._finish_load(path, version))
         self._loading.add(task)
         await asyncio.shield(task)
 
-    async def _finish_load(self, version: int | None) -> None:
+    async def _finish_load(self, path: str, version: int | None) -> None:
         await asyncio.sleep(self.load_seconds)
+        self.served_path = path
         self.version = self.version if version is None else version
 
 

@@ -172,7 +172,7 @@ class RunCalls:
         )
         return trained
 
-    async def publish(self, weights: Weights) -> None:
+    async def publish(self, weights: Weights, first: bool = False) -> None:
         """One try at all engines; only lost workers and an attempt that ran out of time are tried again.
 
         Raises:
@@ -188,6 +188,7 @@ class RunCalls:
                 engine_urls=services.engine_urls,
                 timeout_seconds=services.publish_timeout_seconds,
                 engine_kind=services.engine_kind,
+                first=first,
             ),
             result_type=PublishResult,
             start_to_close_timeout=deadline,

@@ -55,6 +55,7 @@ class EvaluationCalls:
                 weights=Weights(version=self._request.version, path=path),
                 engine_urls=services.engine_urls,
                 timeout_seconds=services.publish_timeout_seconds,
+                first=True,
                 engine_kind=services.engine_kind,
             ),
             result_type=PublishResult,

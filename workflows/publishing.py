@@ -33,6 +33,7 @@ class Publisher:
         self._lock = asyncio.Lock()
         self._newest = weights
         self._num_waiting = 0
+        self._first = weights is None
 
     @property
     def busy(self) -> bool:
@@ -84,7 +85,8 @@ class Publisher:
             try:
                 async with self._lock:
                     if self._newest is not None:
-                        await self._calls.publish(self._newest)
+                        await self._calls.publish(self._newest, self._first)
+                self._first = False
                 return None
             except ActivityError as error:
                 trouble = _count(trouble, self._find_cause(error), workflow.time())

@@ -86,6 +86,8 @@ class PublishRequest(Payload):
     engine_urls: list[str]
     timeout_seconds: float
     engine_kind: EngineKind = "auto"
+    first: bool = False
+    """Nobody has published for this run yet: an engine's version number may be another run's, or another model's."""
 
 
 class PublishResult(Payload):

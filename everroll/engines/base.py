@@ -113,6 +113,16 @@ class Completion:
     """Prompt tokens whose keys and values came from the engine's prefix cache."""
 
 
+@dataclass(frozen=True, slots=True)
+class Serving:
+    """What an engine serves now."""
+
+    version: int
+    """0 before any update."""
+    path: str | None
+    """Directory that the weights were loaded from, as the engine says it; None where it does not tell."""
+
+
 class Engine(Protocol):
     """A client of one inference engine. Every method is bounded in time and raises EngineError only."""
 
@@ -130,6 +140,9 @@ class Engine(Protocol):
 
     async def weight_version(self) -> int:
         """The version now serving; 0 before any update."""
+
+    async def serving(self) -> Serving:
+        """The version now serving, and where its weights came from."""
 
     async def is_paused(self) -> bool | None:
         """Whether sampling is paused; None where the engine does not tell."""

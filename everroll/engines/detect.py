@@ -15,6 +15,7 @@ from everroll.engines.base import (
     EngineRejectedError,
     GenerateRequest,
     PauseMode,
+    Serving,
 )
 from everroll.engines.http import EngineHttp, EngineTimeouts
 from everroll.engines.sglang import SGLangEngine
@@ -56,6 +57,9 @@ class DetectedEngine:
 
     async def weight_version(self) -> int:
         return await (await self.detect()).weight_version()
+
+    async def serving(self) -> Serving:
+        return await (await self.detect()).serving()
 
     async def is_paused(self) -> bool | None:
         return await (await self.detect()).is_paused()

@@ -17,6 +17,7 @@ from everroll.engines.base import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    Serving,
     Trouble,
     WeightUpdateError,
 )
@@ -51,8 +52,13 @@ class SGLangEngine:
         return _Reader("POST", self._http.url("/generate"), payload).read_completion(request, answer)
 
     async def weight_version(self) -> int:
+        return (await self.serving()).version
+
+    async def serving(self) -> Serving:
         info = await self._model_info()
-        return AnswerReader("GET", self._http.url(self._info_path), b"").read_version(info.get("weight_version"))
+        reader = AnswerReader("GET", self._http.url(self._info_path), b"")
+        path = info.get("model_path")
+        return Serving(reader.read_version(info.get("weight_version")), path if isinstance(path, str) else None)
 
     async def is_paused(self) -> bool | None:
         """The embedded engine tells; SGLang does not."""

@@ -21,6 +21,7 @@ from everroll.engines.base import (
     FinishReason,
     GenerateRequest,
     PauseMode,
+    Serving,
     WeightUpdateError,
 )
 from everroll.engines.http import EngineHttp, EngineTimeouts, JsonObject
@@ -79,6 +80,10 @@ class VllmEngine:
                 raise EngineRejectedError("GET", error.url, problem, status=error.status, body=error.body) from error
             raise
         return AnswerReader("GET", self._http.url(_VERSION_PATH), b"").read_version(info.get("weight_version"))
+
+    async def serving(self) -> Serving:
+        """vLLM keeps the name it was started with, whatever it loads; it does not tell the path."""
+        return Serving(await self.weight_version(), None)
 
     async def is_paused(self) -> bool | None:
         paused = (await self._get("/is_paused")).get("is_paused")

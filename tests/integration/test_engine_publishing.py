@@ -41,9 +41,17 @@ class Attempt:
         self.environment.on_heartbeat = lambda *details: self.heartbeats.append(details)
 
     async def publish(
-        self, urls: list[str], *, seconds: float = 5.0, weights: Weights = WEIGHTS, kind: EngineKind = "auto"
+        self,
+        urls: list[str],
+        *,
+        seconds: float = 5.0,
+        weights: Weights = WEIGHTS,
+        kind: EngineKind = "auto",
+        first: bool = False,
     ) -> PublishResult:
-        request = PublishRequest(weights=weights, engine_urls=urls, timeout_seconds=seconds, engine_kind=kind)
+        request = PublishRequest(
+            weights=weights, engine_urls=urls, timeout_seconds=seconds, engine_kind=kind, first=first
+        )
         async with open_client_session() as session:
             activities = PublishingActivities(session)
             return await self.environment.run(activities.publish_weights, request)
@@ -83,6 +91,26 @@ async def test_an_attempt_that_died_after_its_post_is_taken_up_without_another(t
         assert list(first.heartbeats[-1][1]) == [server.url]
         await Attempt(first.heartbeats[-1]).publish([server.url])
         assert (server.version, server.paused, len(server.loads)) == (18, False, 1)
+
+
+@both_kinds
+async def test_the_same_number_of_another_run_is_no_reason_to_skip_the_first_publish(wire: Wire) -> None:
+    async with run_wire_server(wire, version=18) as server:
+        await Attempt().publish([server.url], first=True)
+        assert server.loads == ["/weights/18"]
+
+
+async def test_a_first_publish_is_not_repeated_where_the_engine_tells_its_path() -> None:
+    async with run_wire_server(SGLANG) as server:
+        await Attempt().publish([server.url], first=True)
+        assert (await Attempt().publish([server.url], first=True)).seconds_by_engine == {}
+        assert server.loads == ["/weights/18"]
+
+
+async def test_a_first_publish_whose_answer_is_late_waits_for_the_path() -> None:
+    async with run_wire_server(SGLANG, version=18, load_seconds=0.9) as server:
+        await Attempt().publish([server.url], seconds=0.3, first=True)
+        assert (server.served_path, server.paused, len(server.loads)) == ("/weights/18", False, 1)
 
 
 async def wait_for_loads(server: Any, count: int) -> None:
