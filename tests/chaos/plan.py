@@ -7,7 +7,7 @@ tried.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tests.chaos.blows import Blow, CutLinks, Freeze, Kill, KillEverything, ResetLinks, StallLinks, Together
 from tests.chaos.moments import (
@@ -74,10 +74,10 @@ def chosen_strikes() -> dict[str, Strike]:
 def draw_round(seed: str, num_strikes: int = 3) -> Round:
     """A round of strikes at random and at chosen moments."""
     rng = random.Random(f"round {seed}")
-    max_staleness = 1 if rng.random() < _OVERLAPPED_SHARE else 0
-    size = Size(seed=rng.randrange(3), max_staleness=max_staleness)
+    size = Size(seed=rng.randrange(3))
     strikes = [_draw_strike(rng, size, index / num_strikes) for index in range(num_strikes)]
-    return Round(tuple(strikes), size)
+    max_staleness = 1 if rng.random() < _OVERLAPPED_SHARE else 0
+    return Round(tuple(strikes), replace(size, max_staleness=max_staleness))
 
 
 def _draw_strike(rng: random.Random, size: Size, share: float) -> Strike:
