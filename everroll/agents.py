@@ -38,6 +38,9 @@ if TYPE_CHECKING:
 _OUTPUT_LIMIT_BYTES = 64 * 1024
 _KILL_GRACE_SECONDS = 5.0
 _CLIENT_TIMEOUT_SECONDS = 600.0
+_CLIENT_RETRIES = 5
+"""After pauses that double from half a second to 8 s: a session server that was killed is back in seconds with all that
+it had recorded, where the clients' own two tries would be over in less than two."""
 
 
 class AgentError(Exception):
@@ -59,7 +62,10 @@ class AgentClients:
             from openai import AsyncOpenAI
 
             self._openai = AsyncOpenAI(
-                base_url="http://unset.invalid", api_key="unset", timeout=_CLIENT_TIMEOUT_SECONDS
+                base_url="http://unset.invalid",
+                api_key="unset",
+                timeout=_CLIENT_TIMEOUT_SECONDS,
+                max_retries=_CLIENT_RETRIES,
             )
         return self._openai
 
@@ -68,7 +74,10 @@ class AgentClients:
             from anthropic import AsyncAnthropic
 
             self._anthropic = AsyncAnthropic(
-                base_url="http://unset.invalid", api_key="unset", auth_token="unset", timeout=_CLIENT_TIMEOUT_SECONDS
+                base_url="http://unset.invalid",
+                api_key="unset",
+                timeout=_CLIENT_TIMEOUT_SECONDS,
+                max_retries=_CLIENT_RETRIES,
             )
         return self._anthropic
 
@@ -114,10 +123,7 @@ class Episode:
 
     def anthropic(self) -> AsyncAnthropic:
         """An Anthropic client for this session, over connections shared by all episodes; do not close it."""
-        # The token too: the client would take one from the worker's environment, which is not the session's business.
-        return self.clients.get_anthropic().with_options(
-            base_url=self.anthropic_base_url, api_key=self.api_key, auth_token=self.api_key
-        )
+        return self.clients.get_anthropic().with_options(base_url=self.anthropic_base_url, api_key=self.api_key)
 
 
 @dataclass(frozen=True)
