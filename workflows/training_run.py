@@ -32,6 +32,7 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.health import EpisodesReport, Pause, Survey
     from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
     from everroll.contracts.rollout import GroupRequest, GroupResult
+    from everroll.contracts.spec import RunSpec
     from everroll.contracts.steering import SetRequest, SkipRequest, SteeringRecord, SteerRequest
     from everroll.contracts.training import (
         Phase,
@@ -200,11 +201,7 @@ class TrainingRun:
         await self.publisher.publish(weights)
         # What came in meanwhile from groups that are still under way, and from people.
         kept = {"weights": weights, "stop_requested": self.state.stop_requested, "budget": self.state.budget}
-        self.closing = True
-        await workflow.wait_condition(self._can_close)
-        self.followers.clear()
-        self.reattached.clear()
-        continue_on_newest_version(TrainingRunRequest(spec=restored.spec, state=restored.state.model_copy(update=kept)))
+        await self._continue_as_new(restored.spec, restored.state.model_copy(update=kept))
 
     async def _train_stored(self) -> None:
         """A step of a run that plays nothing: the batch of the same number that another run has stored."""
@@ -483,14 +480,14 @@ class TrainingRun:
         handle = workflow.get_external_workflow_handle(names.group_workflow_id(self.spec.run.name, group))
         await handle.cancel()
 
-    async def _continue_as_new(self) -> NoReturn:
-        """Carry the whole state on. Groups in flight go on by themselves and are re-attached."""
+    async def _continue_as_new(self, spec: RunSpec | None = None, state: RunState | None = None) -> NoReturn:
+        """Carry the whole state on, or begin with another. Groups in flight go on by themselves and are re-attached."""
         self.closing = True
         await workflow.wait_condition(self._can_close)
         self.followers.clear()
         self.reattached.clear()
         self.state.generation += 1
-        continue_on_newest_version(TrainingRunRequest(spec=self.spec, state=self.state))
+        continue_on_newest_version(TrainingRunRequest(spec=spec or self.spec, state=state or self.state))
 
     def _build_group_request(self, group: int) -> GroupRequest:
         if self.state.dataset is None:
