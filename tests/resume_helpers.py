@@ -21,6 +21,9 @@ from temporalio.client import Client
 from activities.claims import plan_claim, take_claim
 from activities.collection import store_group
 from activities.restoring import RunDirectoryActivities
+from everroll.audit.histories import HistoryReader
+from everroll.audit.report import Findings
+from everroll.audit.settlement import settle_groups
 from everroll.client import EverrollClient
 from everroll.contracts import names
 from everroll.contracts.rollout import EpisodeReport, EpisodeRequest, GroupResult
@@ -143,6 +146,14 @@ def read_fates(run_dir: Path) -> dict[int, list[str]]:
     return dict(sorted(fates.items()))
 
 
+async def audit_settlement(client: EverrollClient, run: str) -> dict[int, str]:
+    """Fate of each group by the audit's own account of Temporal's history, in which it finds no breach."""
+    findings = Findings()
+    account = settle_groups(await HistoryReader(client.temporal, run).read_run(), findings)
+    assert findings.breaches == []
+    return dict(sorted(account.fates.items()))
+
+
 @contextlib.contextmanager
 def run_temporal(directory: Path, port: int | None = None) -> Iterator[tuple[str, subprocess.Popen[bytes]]]:
     """A server of the test's own, which it may kill; its database is in `directory`."""
@@ -173,6 +184,13 @@ async def connect(address: str) -> EverrollClient:
 class HeldSimulation(RecordingSimulation):
     """Held by a file, so that another process can let it go; plays are written down."""
 
+    def __init__(self, client: Client, root: Path) -> None:
+        super().__init__(client, root)
+        self._engine = root / "engine.txt"
+        """The engine's weight version; it is not killed with the others."""
+        self.weight_version = int(self._engine.read_text()) if self._engine.exists() else 0
+        self.on_publish = lambda request: self._engine.write_text(str(request.weights.version)) and None
+
     def note_play(self, request: EpisodeRequest) -> None:
         with (self.root / "plays.txt").open("a") as file:
             file.write(f"{request.key.session_id}\n")
@@ -183,9 +201,11 @@ class HeldSimulation(RecordingSimulation):
 
 
 @contextlib.contextmanager
-def worker_process(address: str, task_queue: str, root: Path) -> Iterator[subprocess.Popen[str]]:
+def worker_process(
+    address: str, task_queue: str, root: Path, module: str = "tests.resume_helpers"
+) -> Iterator[subprocess.Popen[str]]:
     """The workers as a process, ready to work; killed at the end of the block."""
-    command = [sys.executable, "-m", "tests.resume_helpers", address, task_queue, str(root)]
+    command = [sys.executable, "-m", module, address, task_queue, str(root)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
@@ -204,7 +224,8 @@ async def held_workers(address: str, task_queue: str, root: Path) -> AsyncIterat
 
 
 def count_plays(root: Path) -> Counter[str]:
-    return Counter((root / "plays.txt").read_text().splitlines())
+    path = root / "plays.txt"
+    return Counter(path.read_text().splitlines() if path.exists() else [])
 
 
 async def _serve(address: str, task_queue: str, root: Path) -> None:

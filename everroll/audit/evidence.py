@@ -84,7 +84,21 @@ class Planned:
     prompts: list[int]
 
 
-RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published | Planned
+@dataclass(frozen=True)
+class Changed:
+    """Somebody changed the run's settings."""
+
+    spec: RunSpec
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """Somebody had a group dropped."""
+
+    group: int
+
+
+RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published | Planned | Changed | Skipped
 
 
 @dataclass(frozen=True)
@@ -98,6 +112,10 @@ class Generation:
     num_tasks: int | None = None
     """Workflow tasks completed in it. What came in during the last one was too late for the state that was carried on,
     and is heard of again by the next generation."""
+    spec: RunSpec | None = None
+    """The settings that it began with; None: the run's first."""
+    restores: bool = False
+    """It only read the run directory, after the run had ended or was forked; the next one starts from that."""
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -15,6 +15,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.audit.evidence import (
+    Changed,
     Dispensed,
     EpisodeHistory,
     Generation,
@@ -24,6 +25,7 @@ from everroll.audit.evidence import (
     RunEvent,
     RunHistory,
     Settled,
+    Skipped,
     StepCompleted,
     StepScheduled,
 )
@@ -44,6 +46,8 @@ from everroll.contracts.rollout import (
     GroupResult,
     StoreGroupRequest,
 )
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.steering import SetRequest, SkipRequest, apply_changes
 from everroll.contracts.training import (
     PrepareRunResult,
     PublishResult,
@@ -146,8 +150,23 @@ class HistoryReader:
             run_ids.append(run_id)
             async with contextlib.aclosing(self._events(names.run_workflow_id(self._run), run_id)) as events:
                 first = await anext(events)
-            run_id = first.workflow_execution_started_event_attributes.continued_execution_run_id
+            started = first.workflow_execution_started_event_attributes
+            run_id = started.continued_execution_run_id
+            if not run_id:
+                request = await self._decode(started.input, TrainingRunRequest)
+                if request.resume is not None and request.fork is None:
+                    run_id = await self._find_before(first.event_time.ToDatetime(UTC))
         return run_ids[::-1]
+
+    async def _find_before(self, moment: datetime) -> str:
+        """The last execution of the run that began before it was resumed; none where that was on another server."""
+        query = f"WorkflowId = '{names.run_workflow_id(self._run)}'"
+        try:
+            found = [one async for one in self._temporal.list_workflows(query, rpc_timeout=_RPC_TIMEOUT)]
+        except RPCError as error:
+            raise ConnectionError(f"Temporal did not answer: {error.message}") from error
+        earlier = [one for one in found if one.start_time < moment]
+        return max(earlier, key=lambda one: one.start_time).run_id if earlier else ""
 
     async def _read_executions(self, workflow_id: str) -> list[list[HistoryEvent]]:
         """All executions of a workflow that is small, oldest first: usually there is one."""
@@ -194,6 +213,11 @@ class HistoryReader:
             raise AuditInputError(f"run {self._run}: an event holds no {model.__name__}: {error}") from error
 
 
+def is_restoring(request: TrainingRunRequest) -> bool:
+    """Whether an execution only reads the run directory, and goes on as another."""
+    return request.resume is not None or request.fork is not None
+
+
 @dataclass
 class _RunReader:
     """Takes the events of one generation."""
@@ -205,6 +229,8 @@ class _RunReader:
     state: str = "running"
     stopped: bool = False
     num_surplus: int = 0
+    _spec: RunSpec | None = None
+    """As changed since the generation began."""
     _num_tasks: int = 0
     """Workflow tasks completed."""
     _children: dict[int, int] = field(default_factory=dict)
@@ -213,7 +239,14 @@ class _RunReader:
     """Event of the schedule to activity name and decoded input, of those that are needed."""
 
     def build_generation(self, run_id: str, request: TrainingRunRequest) -> Generation:
-        return Generation(run_id=run_id, start=request.state, events=self.events, num_tasks=self._num_tasks)
+        return Generation(
+            run_id=run_id,
+            start=request.state,
+            events=self.events,
+            num_tasks=self._num_tasks,
+            spec=request.spec,
+            restores=is_restoring(request),
+        )
 
     async def take(self, event: HistoryEvent) -> None:
         kind = event.event_type
@@ -228,6 +261,8 @@ class _RunReader:
             if group is not None:
                 result = await self.decode(completed.result, GroupResult)
                 self.events.append(Settled(group, result, task=self._num_tasks))
+        elif kind == EventType.EVENT_TYPE_WORKFLOW_EXECUTION_UPDATE_ACCEPTED:
+            await self._take_update(event)
         elif kind == EventType.EVENT_TYPE_WORKFLOW_TASK_COMPLETED:
             self._num_tasks += 1
         elif kind in _CHILD_ENDINGS:
@@ -243,6 +278,16 @@ class _RunReader:
                 result = await self.decode(payloads, TrainingRunResult)
                 self.stopped = result.stopped
                 self.num_surplus = result.dropped_groups.get(CauseKind.SURPLUS.value, 0)
+
+    async def _take_update(self, event: HistoryEvent) -> None:
+        asked = event.workflow_execution_update_accepted_event_attributes.accepted_request.input
+        if asked.name == names.UPDATE_SET and self.request is not None:
+            self._spec, _ = apply_changes(
+                self._spec or self.request.spec, (await self.decode(asked.args, SetRequest)).values
+            )
+            self.events.append(Changed(self._spec))
+        elif asked.name == names.UPDATE_SKIP:
+            self.events.append(Skipped((await self.decode(asked.args, SkipRequest)).group))
 
     async def _take_initiated(self, event: HistoryEvent) -> None:
         initiated = event.start_child_workflow_execution_initiated_event_attributes

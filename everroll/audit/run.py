@@ -12,10 +12,12 @@ from pathlib import Path
 
 from temporalio.client import Client
 
+from everroll.audit.account import Account
 from everroll.audit.evidence import EvidenceSource, RunHistory
 from everroll.audit.histories import HistoryReader
 from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, Invariant
-from everroll.audit.settlement import Account, settle_groups
+from everroll.audit.resumption import BY_RECORD
+from everroll.audit.settlement import settle_groups
 from everroll.audit.sources import RecordedEvidence
 from everroll.audit.steps import check_steps
 from everroll.audit.tokens import TrainedEpisode, check_tokens
@@ -27,6 +29,9 @@ from everroll.sessions.reading import JournalReadError, open_journal_reader
 
 STORED = "blobs are what was written"
 _GROUPS_AT_A_TIME = 8
+_LOST = (
+    "groups that were played before a resume, whose histories this Temporal server does not have, were not looked into"
+)
 _PRUNED = 'samples that are gone were not compared: train.keep_samples = "replay" lets go of them'
 
 OnProgress = Callable[[int, int], None]
@@ -87,7 +92,7 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             num_done += 1
             if on_progress is not None:
                 on_progress(num_done, len(groups))
-    if account.requests and history.spec.run.mode != "rollout":
+    if (account.requests or account.by_record) and history.spec.run.mode != "rollout":
         check_steps(account, await source.read_files(), history.spec.train, findings)
     await _add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
@@ -131,7 +136,13 @@ async def _in_order(
 async def _audit_group(source: EvidenceSource, history: RunHistory, account: Account, group: int) -> _Tally:
     tally = _Tally()
     told = account.results[group]
-    own = await source.read_group(group)
+    try:
+        own = await source.read_group(group)
+    except AuditInputError:
+        if account.dispensed.get(group) is not None:
+            raise
+        tally.findings.note(_LOST)
+        return tally
     check_told(group, own, told, tally.findings)
     check_prompts(group, own, history.dataset, tally.findings)
     step = account.trained_at.get(group)
@@ -199,6 +210,14 @@ async def _add_notes(history: RunHistory, account: Account, tally: _Tally, findi
     if history.spec.run.mode == "train":
         source = history.spec.run.batches_from
         findings.note(f"its groups were played by the run in {source}: audit that one for prompts, tokens and verdicts")
+    by_record = sum(fate == BY_RECORD for fate in account.fates.values())
+    if account.by_record:
+        findings.note(f"the run was resumed from its directory at step {account.by_record}")
+    if by_record:
+        findings.note(
+            f"{by_record} groups were settled before a resume, and this Temporal server has no history of that: that "
+            "they were settled once is proved by the run directory's records alone"
+        )
     if history.state == "running":
         findings.note("the run is open: this covers what had settled when its history was read")
     ended = sum(fate == "ended with the run" for fate in account.fates.values())
@@ -227,7 +246,7 @@ def _build_report(
         run=history.spec.run.name,
         state=history.state,
         passed=findings.num_breaches == 0,
-        num_steps=len(account.applied),
+        num_steps=account.num_steps,
         num_generations=len(history.generations),
         num_groups=len(account.dispensed),
         fates=_count_fates(history, account),

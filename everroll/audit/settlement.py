@@ -7,23 +7,26 @@ the policy; what is left over when the run has taken all its steps is surplus.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import pairwise
 
+from everroll.audit.account import Account
 from everroll.audit.evidence import (
+    Changed,
     Dispensed,
     Generation,
     Planned,
     Published,
     RunHistory,
     Settled,
+    Skipped,
     StepCompleted,
     StepScheduled,
 )
 from everroll.audit.report import Breach, Findings, Invariant
+from everroll.audit.resumption import adopt_restored
 from everroll.contracts.names import ATTEMPTS_PER_RESUME
-from everroll.contracts.rollout import GroupRequest, GroupResult
-from everroll.contracts.training import RunState, TrainRequest, TrainResult
+from everroll.contracts.rollout import GroupRequest
+from everroll.contracts.training import RunState, TrainRequest
 
 _MAX_STALE_REFILLS = 3
 ONCE = "prompts dispensed in order and settled once"
@@ -32,28 +35,6 @@ CARRIED = "state carried through continue-as-new"
 BATCHES = "batches: lowest ready groups, in order"
 STEPS = "steps scheduled once, in order"
 _I1, _I3 = Invariant.SETTLED_ONCE, Invariant.STEPS
-
-
-@dataclass
-class Account:
-    """What became of the run's groups and steps."""
-
-    dispensed: dict[int, GroupRequest] = field(default_factory=dict)
-    planned: dict[int, int] = field(default_factory=dict)
-    """Prompt by group, where a curriculum chooses."""
-    in_flight: set[int] = field(default_factory=set)
-    ready: dict[int, GroupResult] = field(default_factory=dict)
-    fates: dict[int, str] = field(default_factory=dict)
-    """Of settled groups: `trained`, or `dropped: <cause>`."""
-    results: dict[int, GroupResult] = field(default_factory=dict)
-    """What the run was told of each group."""
-    trained_at: dict[int, int] = field(default_factory=dict)
-    """Group to step."""
-    in_training: list[int] = field(default_factory=list)
-    requests: dict[int, TrainRequest] = field(default_factory=dict)
-    applied: dict[int, TrainResult] = field(default_factory=dict)
-    version: int = 0
-    """Published, and taken for the run's version."""
 
 
 def settle_groups(history: RunHistory, findings: Findings) -> Account:
@@ -70,7 +51,12 @@ class _Fold:
         self.account = Account()
         self._history = history
         self._findings = findings
-        self._max_staleness = history.spec.rollout.max_staleness
+        self._spec = history.spec
+        """As it was changed up to the event that is looked at."""
+        self._skipping: set[int] = set()
+        """Groups in flight that are dropped whatever they bring."""
+        self._restored = False
+        self._num_trained_by_record = 0
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}
         """Group to the workflow task during which it came in."""
@@ -84,7 +70,17 @@ class _Fold:
         """Groups ended from outside since the run did anything: at the end of its history, the run itself did it."""
 
     def take_generation(self, generation: Generation) -> None:
-        if generation.start is not None:
+        self._spec = generation.spec or self._spec
+        if generation.restores:
+            self._restored = True
+            return  # its publishes are of a step that the next one begins with
+        if generation.start is not None and self._restored:
+            self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings)
+            self._skipping = set(generation.start.skipping)
+            known = list(self.account.fates.values()).count("trained")
+            self._num_trained_by_record = generation.start.trained_groups - known
+            self._restored = False
+        elif generation.start is not None:
             self._reopen_unheard(generation.start)
             self._compare_carried(generation.start, generation.run_id)
         self._latest, self._settled_at = {}, {}
@@ -102,6 +98,11 @@ class _Fold:
                 self._complete(event)
             elif isinstance(event, Published):
                 self._publish(event.version)
+            elif isinstance(event, Changed):
+                self._spec = event.spec
+                self._drop_stale()
+            elif isinstance(event, Skipped):
+                self._skip(event.group)
             elif isinstance(event, Planned):
                 self.account.planned.update(enumerate(event.prompts, start=event.first_group))
 
@@ -128,6 +129,15 @@ class _Fold:
         account.dispensed.setdefault(group, request)
         account.in_flight.add(group)
 
+    def _skip(self, group: int) -> None:
+        account = self.account
+        if group in account.in_flight:
+            self._skipping.add(group)
+            return
+        account.ready.pop(group, None)
+        self._again.discard(group)
+        account.fates[group] = "dropped: skipped"
+
     def _settle(self, event: Settled) -> None:
         account, group = self.account, event.group
         if event.result is None and event.ending not in ("canceled", "terminated"):
@@ -141,6 +151,10 @@ class _Fold:
             return
         account.in_flight.remove(group)
         self._settled_at[group] = event.task
+        if group in self._skipping:
+            self._skipping.remove(group)
+            account.fates[group] = "dropped: skipped"
+            return
         if event.result is None:
             account.fates[group] = "dropped: skipped"
             self._ended_last.append(group)
@@ -162,7 +176,7 @@ class _Fold:
     def _schedule(self, event: StepScheduled) -> None:
         request = event.request
         account, step = self.account, request.step
-        wanted = len(account.requests) + 1
+        wanted = max([account.by_record, *account.requests]) + 1
         fresh = step not in account.requests
         text = "the steps are not taken in order" if fresh else "the step was handed to the trainer again"
         breach = Breach(invariant=_I3, step=step, message=text, expected=f"step {wanted}", found=f"step {step}")
@@ -244,7 +258,7 @@ class _Fold:
 
     def _publish(self, version: int) -> None:
         account = self.account
-        newest = max(account.applied, default=0)
+        newest = account.num_steps
         breach = Breach(
             invariant=_I3,
             message="a version was published that is not the newest applied one",
@@ -259,7 +273,7 @@ class _Fold:
         account = self.account
         for group, result in list(account.ready.items()):
             oldest = account.version if result.min_weight_version is None else result.min_weight_version
-            if account.version - oldest <= self._max_staleness:
+            if account.version - oldest <= self._spec.rollout.max_staleness:
                 continue
             del account.ready[group]
             if self._may_be_stale_again(group):
@@ -288,12 +302,13 @@ class _Fold:
 
     def _compare_carried(self, state: RunState, run_id: str) -> None:
         account = self.account
+        num_trained = list(account.fates.values()).count("trained") + self._num_trained_by_record
         pairs: list[tuple[str, object, object]] = [
             ("next group", len(account.dispensed), state.next_group),
             ("groups in flight", sorted(account.in_flight), sorted(state.in_flight)),
             ("groups ready", sorted(account.ready), [result.group for result in state.ready]),
-            ("steps", max(account.applied, default=0), state.step),
-            ("groups trained", list(account.fates.values()).count("trained"), state.trained_groups),
+            ("steps", account.num_steps, state.step),
+            ("groups trained", num_trained, state.trained_groups),
         ]
         for name, expected, found in pairs:
             text = f"execution {run_id} took over other {name} than its predecessor left"
@@ -333,11 +348,11 @@ class _Fold:
                     invariant=_I1, group=group, message=text, expected="trained or dropped", found=f"left {where}"
                 )
                 self._findings.add(ONCE, breach)
-        if finished and len(account.applied) != history.spec.run.num_steps:
+        if finished and account.num_steps != self._spec.run.num_steps:
             breach = Breach(
                 invariant=_I3,
                 message="the run completed with another number of steps",
-                expected=str(history.spec.run.num_steps),
-                found=str(len(account.applied)),
+                expected=str(self._spec.run.num_steps),
+                found=str(account.num_steps),
             )
             self._findings.add(STEPS, breach)

@@ -16,7 +16,7 @@ from everroll.contracts.rollout import EpisodeReport, EpisodeRequest
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import Phase, ResumeRequest, TrainingRunResult
 from tests.integration.test_orchestration import wait_for_status
-from tests.resume_helpers import RecordingSimulation, read_fates
+from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 from tests.simulation import succeed
 
 _SECONDS = 40
@@ -72,6 +72,7 @@ async def test_a_failed_run_goes_on_where_it_was(
     assert view.status.num_resumes == 1
     assert view.status.num_episodes == 16
     assert view.status.steerings[-1].action == "resumed"
+    assert set((await audit_settlement(client, run_name)).values()) == {"trained"}
 
 
 async def test_a_terminated_run_takes_its_groups_over(
@@ -109,6 +110,9 @@ async def test_a_terminated_run_takes_its_groups_over(
     assert read_fates(simulation.run_dir(run_name)) == {group: ["trained"] for group in range(6)}
     assert len(simulation.episodes) == 12
     assert {request.key.attempt for request in simulation.episodes} == {0}
+    fates = await audit_settlement(client, run_name)
+    # The history of the terminated execution does not tell of group 2, which ended after it.
+    assert fates == dict.fromkeys(range(6), "trained")
 
 
 async def test_a_cancelled_run_plays_its_lost_groups_first(
@@ -133,6 +137,7 @@ async def test_a_cancelled_run_plays_its_lost_groups_first(
     assert (cancel.action, resumed.action) == ("cancel", "resumed")
     assert cancel.reason.startswith("by ")
     assert cancel.reason.endswith("to look at something")
+    assert await audit_settlement(client, run_name) == dict.fromkeys(range(6), "trained")
 
 
 async def test_running_and_finished_runs(

@@ -19,7 +19,7 @@ from everroll.contracts.training import Phase, ResumeRequest
 from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import wait_for_status
 from tests.integration.test_resume import wait_for
-from tests.resume_helpers import RecordingSimulation, read_fates
+from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 
 _SECONDS = 40
 
@@ -127,6 +127,8 @@ async def test_length_concurrency_and_staleness(
     assert fates[2] == ["stale"]
     assert all(len(found) == 1 for found in fates.values())
     assert sum(found == ["trained"] for found in fates.values()) == 8
+    audited = await audit_settlement(client, run_name)
+    assert audited == {g: "dropped: stale" if found == ["stale"] else "trained" for g, found in fates.items()}
 
 
 async def test_a_group_is_skipped(client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path) -> None:
@@ -152,6 +154,8 @@ async def test_a_group_is_skipped(client: EverrollClient, run_name: str, task_qu
     assert result.dropped_groups == {"skipped": 2}
     fates = read_fates(simulation.run_dir(run_name))
     assert fates == {0: ["skipped"], 1: ["skipped"], **{group: ["trained"] for group in range(2, 6)}}
+    audited = await audit_settlement(client, run_name)
+    assert audited == {0: "dropped: skipped", 1: "dropped: skipped", **dict.fromkeys(range(2, 6), "trained")}
 
 
 async def test_a_pause_says_who_and_survives_continue_as_new(

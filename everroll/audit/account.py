@@ -1,0 +1,38 @@
+"""What an audit's fold of a run's history comes to. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from everroll.contracts.rollout import GroupRequest, GroupResult
+from everroll.contracts.training import TrainRequest, TrainResult
+
+
+@dataclass
+class Account:
+    """What became of the run's groups and steps."""
+
+    dispensed: dict[int, GroupRequest | None] = field(default_factory=dict)
+    """None: known from the run directory alone."""
+    planned: dict[int, int] = field(default_factory=dict)
+    """Prompt by group, where a curriculum chooses."""
+    in_flight: set[int] = field(default_factory=set)
+    ready: dict[int, GroupResult] = field(default_factory=dict)
+    fates: dict[int, str] = field(default_factory=dict)
+    """Of settled groups: `trained`, or `dropped: <cause>`."""
+    results: dict[int, GroupResult] = field(default_factory=dict)
+    """What the run was told of each group."""
+    trained_at: dict[int, int] = field(default_factory=dict)
+    """Group to step."""
+    in_training: list[int] = field(default_factory=list)
+    requests: dict[int, TrainRequest] = field(default_factory=dict)
+    applied: dict[int, TrainResult] = field(default_factory=dict)
+    version: int = 0
+    """Published, and taken for the run's version."""
+    by_record: int = 0
+    """Steps up to this one were applied by the run directory's records, whatever the history tells."""
+
+    @property
+    def num_steps(self) -> int:
+        """Steps applied."""
+        return max([self.by_record, *self.applied])
