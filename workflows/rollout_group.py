@@ -130,6 +130,7 @@ class RolloutGroup:
                 await workflow.wait_condition(
                     lambda held=held: playing.done() or self.ended is not None or self.held != held,  # type: ignore[misc]
                     timeout=max(limit, 0.0),
+                    timeout_summary="longest hold" if held else "deadline of the group",
                 )
                 if not held:
                     self.progress.remaining_seconds -= workflow.time() - since
