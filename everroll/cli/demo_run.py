@@ -35,6 +35,7 @@ from everroll.local.start import hold_stack
 from everroll.local.state import StackDirectory, StackError
 from everroll.local.temporal_binary import find_temporal
 from everroll.runfile import load_run_file
+from everroll.temporal import install_runtime
 
 FIRST_STEPS = 3
 MOST_AT_FIRST = 0.5
@@ -88,8 +89,10 @@ class Demo:
             StackError: the model cannot be made, or a process does not come up.
             ConnectionError: Temporal does not answer.
         """
-        # The SDK warns of each broken connection while the server starts and ends.
-        logging.getLogger("temporalio").setLevel(logging.ERROR)
+        # The SDK warns of each broken connection while the server starts and ends, and whenever it is killed.
+        install_runtime()
+        for name in ("temporalio", "temporal_core"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
         root = find_root()
         temporal = find_temporal()
         directory = StackDirectory(self.home)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 
+from everroll.temporal import install_runtime
 from tests.chaos.plan import Round, chosen_strikes, draw_round
 from tests.chaos.rounds import Baselines, BreachError, play_round
 from tests.chaos.world import Size
@@ -90,7 +91,9 @@ def main() -> int:
     arguments = parse_arguments()
     arguments.seed = arguments.seed or secrets.token_hex(4)
     # The SDK warns of each broken connection, and there will be many.
-    logging.getLogger("temporalio").setLevel(logging.CRITICAL)
+    install_runtime()
+    for name in ("temporalio", "temporal_core"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
     root = arguments.dir or Path(tempfile.mkdtemp(prefix="everroll-chaos-"))
     if arguments.chosen is None:
         say(f"seed {arguments.seed}")

@@ -15,13 +15,13 @@ import pytest
 from everroll.local.state import StackDirectory, StackPhase, StackState
 from tests.local_helpers import is_any_running, kill, process_of, wait_for, wait_for_state
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
 
 
 @contextmanager
-def demo(folder: Path) -> Iterator[tuple[subprocess.Popen[str], StackDirectory]]:
-    """`everroll demo` as a process, and the directory of its stack."""
-    command = [sys.executable, "-m", "everroll.cli", "demo", "--dir", str(folder)]
+def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], StackDirectory]]:
+    """`everroll demo OPTIONS` as a process, and the directory of its stack."""
+    command = [sys.executable, "-m", "everroll.cli", "demo", "--dir", str(folder), *options]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         wait_for(lambda: any(folder.glob("demo-*")))
@@ -48,6 +48,19 @@ def test_demo_learns_though_the_rollout_worker_is_killed(tmp_path: Path) -> None
     assert "The reward rose" in output
     assert not is_any_running(state)
     assert directory.read_state() is None
+
+
+def test_demo_learns_though_everything_is_killed_in_turn(tmp_path: Path) -> None:
+    with demo(tmp_path, "--chaos") as (process, directory):
+        state = wait_until_healthy(directory)
+        output, _ = process.communicate(timeout=1700)
+    assert process.returncode == 0, output
+    for victim in (*(process.name for process in state.processes), "everything"):
+        assert f"SIGKILL  {victim} (pid" in output
+        assert f"back     {victim} after" in output
+    assert "The reward rose" in output
+    assert "audit passed" in output
+    assert not is_any_running(state)
 
 
 def test_interrupted_demo_leaves_nothing_behind(tmp_path: Path) -> None:

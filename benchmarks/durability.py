@@ -1,0 +1,402 @@
+"""How long until work goes on after a kill, and what is lost: Everroll, and a plain asyncio loop.
+
+    python -m benchmarks.durability [--kills 10] [--victims rollout trainer ...] [--json]
+
+A run with a tiny model on the local stack, all on this machine, with two rollout workers. Each victim is killed again
+and again with SIGKILL, and the supervisor starts it again as `everroll up` does. Measured is the time from the kill to
+the next useful event, which is
+
+    rollout worker     an episode of its own is given its next, unseen turn on another worker
+    trainer            the step it was training is applied
+    session server     an agent sees its next turn
+    engine             an agent sees its next turn
+    workflow worker    a group is stored, or a new episode sees its first turn
+    Temporal server    a group is stored, or a new episode sees its first turn
+    everything         an agent sees its next turn; counted from the start of `everroll up`
+
+Lost turns are those that the engine was asked for and that nobody recorded; those that an agent is given again from the
+record are not. On a machine that does other things too, times are longer: starting Python and torch is most of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import random
+import signal
+import sqlite3
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import httpx
+
+from everroll.contracts import names
+from everroll.local.ports import choose_port
+from everroll.temporal import install_runtime
+from tests.chaos.rounds import count_generated
+from tests.chaos.world import RUN, SeenTurn, Size, World, make_model, open_world
+
+SIZE = Size(
+    num_steps=100_000,
+    groups_per_step=4,
+    episodes_per_group=4,
+    turns=4,
+    train_heartbeat_seconds=5.0,
+    continue_as_new_events=4096,
+    forked=False,
+)
+_EVENT_SECONDS = 180.0
+_LOOK_SECONDS = 0.005
+_SETTLE_SECONDS = (1.0, 4.0)
+
+Wait = Callable[[World, float], Awaitable[float]]
+"""Waits for the useful event after a kill at that time; returns when it was, in Unix seconds."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One victim."""
+
+    system: str
+    victim: str
+    seconds: list[float]
+    lost_turns: float
+    """Of one kill, on average."""
+    lost_tokens: float
+    lost_episodes: float
+    """Episodes that had to be begun anew, of one kill, on average."""
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.seconds)
+
+
+@dataclass(frozen=True)
+class Counts:
+    """What had been lost so far."""
+
+    turns: int
+    episodes: int
+
+
+async def measure(world: World, victim: str, num_kills: int, rng: random.Random) -> Measured:
+    before = await count_lost(world)
+    seconds = []
+    for _ in range(num_kills):
+        await asyncio.sleep(rng.uniform(*_SETTLE_SECONDS))
+        seconds.append(await _KILLS[victim](world))
+        print(f"{victim}: {seconds[-1]:.2f} s", file=sys.stderr)
+        await await_all_up(world)
+    after = await count_lost(world)
+    turns = (after.turns - before.turns) / num_kills
+    seen = world.read_seen()
+    tokens = turns * statistics.mean(turn.tokens for turn in seen)
+    return Measured("everroll", victim, seconds, turns, tokens, (after.episodes - before.episodes) / num_kills)
+
+
+async def count_lost(world: World) -> Counts:
+    """At a moment when nothing is being sampled: while a step is trained."""
+    while True:
+        await _until(lambda: _is_training(world))
+        generated, recorded = count_generated(world), world.count_recorded_turns()
+        if _is_training(world) and generated == count_generated(world):
+            break
+    with contextlib.closing(sqlite3.connect(f"file:{world.journal}?mode=ro", uri=True, timeout=10)) as journal:
+        episodes = journal.execute("SELECT count(*) FROM sessions WHERE session_id NOT LIKE '%-0'").fetchone()[0]
+    return Counts(generated - recorded, episodes)
+
+
+async def kill_rollout_worker(world: World) -> float:
+    """In the middle of episodes of its own."""
+    while True:
+        identity = world.stack.find("worker-rollout")
+        assert identity is not None
+        mine = _open_sessions(world.read_seen(), identity.pid)
+        if mine:
+            break
+        await asyncio.sleep(_LOOK_SECONDS)
+    world.stack.signal("worker-rollout", signal.SIGKILL)
+    killed = time.time()
+    lines = world.read_seen()
+    mine = _open_sessions(lines, identity.pid)
+    known = {(turn.session, turn.turn) for turn in lines}
+
+    def find() -> float | None:
+        taken = (
+            turn.at
+            for turn in world.read_seen()
+            if turn.session in mine and turn.pid != identity.pid and (turn.session, turn.turn) not in known
+        )
+        return min(taken, default=None)
+
+    return (await _await_event(find)) - killed if mine else await kill_rollout_worker(world)
+
+
+def _open_sessions(seen: list[SeenTurn], pid: int) -> set[str]:
+    """Sessions that this worker plays, and that have seen a turn but not the last."""
+    last = {turn.session: turn for turn in seen}
+    return {name for name, turn in last.items() if turn.pid == pid and turn.turn < SIZE.turns - 1}
+
+
+async def kill_trainer(world: World) -> float:
+    await _until(lambda: _is_training(world))
+    step = world.count_steps() + 1
+    killed = time.time()
+    world.stack.signal("worker-trainer", signal.SIGKILL)
+    record = world.run_dir / "steps" / f"step_{step:06d}.json"
+    return (await _await_event(lambda: record.stat().st_mtime if record.exists() else None)) - killed
+
+
+async def kill_workflow_worker(world: World) -> float:
+    return await _kill_and_await_progress(world, "worker-workflows")
+
+
+async def kill_temporal(world: World) -> float:
+    return await _kill_and_await_progress(world, "temporal")
+
+
+async def kill_session_server(world: World) -> float:
+    return await _kill_and_await_turn(world, "session-server")
+
+
+async def kill_engine(world: World) -> float:
+    return await _kill_and_await_turn(world, "engine")
+
+
+async def kill_everything(world: World) -> float:
+    await world.stack.kill_everything()
+    known = {(turn.session, turn.turn) for turn in world.read_seen()}
+    started = time.time()
+    world.stack.launch()
+    seconds = (await _await_event(lambda: _find_turn(world, known))) - started
+    await world.stack.await_healthy()
+    return seconds
+
+
+async def _kill_and_await_turn(world: World, name: str) -> float:
+    """An agent sees a turn that was not seen before and is no answer that was on its way at the kill."""
+    killed = time.time()
+    world.stack.signal(name, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    known = {(turn.session, turn.turn) for turn in world.read_seen()}
+    return (await _await_event(lambda: _find_turn(world, known))) - killed
+
+
+async def _kill_and_await_progress(world: World, name: str) -> float:
+    """Something that needs the one that was killed: a decision of a workflow."""
+    killed = time.time()
+    world.stack.signal(name, signal.SIGKILL)
+    await asyncio.sleep(0.1)
+    sessions = {turn.session for turn in world.read_seen()}
+    groups = world.store / RUN / "groups"
+    stored = set(groups.glob("*/[!.]*"))
+
+    def find() -> float | None:
+        begun = [turn.at for turn in world.read_seen() if turn.session not in sessions]
+        begun += [path.stat().st_mtime for path in groups.glob("*/[!.]*") if path not in stored]
+        return min(begun, default=None)
+
+    return (await _await_event(find)) - killed
+
+
+def _find_turn(world: World, known: set[tuple[str, int]]) -> float | None:
+    new = (turn.at for turn in world.read_seen() if (turn.session, turn.turn) not in known)
+    return min(new, default=None)
+
+
+def _is_training(world: World) -> bool:
+    return (world.run_dir / "requests" / f"step_{world.count_steps() + 1:06d}.json").exists()
+
+
+async def await_all_up(world: World) -> None:
+    await _until(lambda: all(world.stack.is_healthy(name) for name in world.stack.names()))
+
+
+async def _until(condition: Callable[[], bool]) -> None:
+    await _await_event(lambda: time.time() if condition() else None)
+
+
+async def _await_event(find: Callable[[], float | None]) -> float:
+    deadline = time.monotonic() + _EVENT_SECONDS
+    while (found := find()) is None:
+        assert time.monotonic() < deadline, "nothing happened after the kill"
+        await asyncio.sleep(_LOOK_SECONDS)
+    return found
+
+
+_KILLS: dict[str, Callable[[World], Awaitable[float]]] = {
+    "rollout worker": kill_rollout_worker,
+    "trainer": kill_trainer,
+    "session server": kill_session_server,
+    "engine": kill_engine,
+    "workflow worker": kill_workflow_worker,
+    "Temporal server": kill_temporal,
+    "everything": kill_everything,
+}
+
+
+class PlainLoop:
+    """`benchmarks.plain_loop` and its engine, each a process that is started again at once when it ends."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.model = directory / "model"
+        make_model(self.model)
+        self.port = choose_port(0)
+        self.engine: subprocess.Popen[bytes] | None = None
+        self.loop: subprocess.Popen[bytes] | None = None
+
+    def start_engine(self) -> None:
+        command = [sys.executable, "-m", "everroll.cli", "engine", "--model-path", str(self.model)]
+        self.engine = self._start([*command, "--port", str(self.port), "--num-threads", "1"])
+        deadline = time.monotonic() + _EVENT_SECONDS
+        while time.monotonic() < deadline:
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
+                    return
+            time.sleep(_LOOK_SECONDS)
+
+    def start_loop(self) -> None:
+        command = [sys.executable, "-m", "benchmarks.plain_loop", str(self.model), self.url, str(self.directory)]
+        self.loop = self._start([*command, "--turns", str(SIZE.turns)])
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def read_seen(self) -> list[dict[str, float]]:
+        path = self.directory / "seen.jsonl"
+        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+
+    def count_steps(self) -> int:
+        return len(list(self.directory.glob("checkpoint-*")))
+
+    def kill_and_wait(self, victim: str) -> tuple[float, int, float]:
+        """Seconds until the first turn that had not been played before, lost turns, lost tokens.
+
+        The step that was under way is played again; its turns up to where it was are work done twice.
+        """
+        killed = time.time()
+        step = self.count_steps()
+        for process in (self.engine, self.loop) if victim == "everything" else (self._find(victim),):
+            assert process is not None
+            process.kill()
+            process.wait(30)
+        lost = [line for line in self.read_seen() if str(line["session"]).startswith(f"{step}-")]
+        if victim != "loop":
+            self.start_engine()
+        assert self.loop is not None
+        self.loop.wait(_EVENT_SECONDS)  # an engine that is gone ends it
+        begin = len(self.read_seen())
+        self.start_loop()
+        deadline = time.monotonic() + _EVENT_SECONDS
+        while len(lines := self.read_seen()) <= begin + len(lost):
+            assert time.monotonic() < deadline, "the plain loop does not get on"
+            time.sleep(_LOOK_SECONDS)
+        return lines[begin + len(lost)]["at"] - killed, len(lost), sum(line["tokens"] for line in lost)
+
+    def _find(self, victim: str) -> subprocess.Popen[bytes] | None:
+        return self.engine if victim == "engine" else self.loop
+
+    def stop(self) -> None:
+        for process in (self.loop, self.engine):
+            if process is not None:
+                process.kill()
+                process.wait(30)
+
+    def _start(self, command: list[str]) -> subprocess.Popen[bytes]:
+        with (self.directory / "log").open("ab") as log:
+            return subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"})
+
+
+def measure_plain(directory: Path, num_kills: int, rng: random.Random) -> Iterator[Measured]:
+    loop = PlainLoop(directory)
+    try:
+        loop.start_engine()
+        loop.start_loop()
+        for victim in ("loop", "engine", "everything"):
+            kills = []
+            for _ in range(num_kills):
+                _await_rollouts(loop)
+                time.sleep(rng.uniform(0, 0.5))
+                kills.append(loop.kill_and_wait(victim))
+                print(f"plain loop, {victim}: {kills[-1][0]:.2f} s", file=sys.stderr)
+            seconds, turns, tokens = zip(*kills, strict=True)
+            episodes = SIZE.groups_per_step * SIZE.episodes_per_group
+            yield Measured(
+                "plain loop", victim, list(seconds), statistics.mean(turns), statistics.mean(tokens), episodes
+            )
+    finally:
+        loop.stop()
+
+
+def _await_rollouts(loop: PlainLoop) -> None:
+    """In the middle of a step's episodes."""
+    deadline = time.monotonic() + _EVENT_SECONDS
+    begin = len(loop.read_seen())
+    while len(loop.read_seen()) < begin + 8:
+        assert time.monotonic() < deadline, "the plain loop does not get on"
+        time.sleep(_LOOK_SECONDS)
+
+
+async def measure_everroll(directory: Path, victims: list[str], num_kills: int, rng: random.Random) -> list[Measured]:
+    async with open_world(SIZE, directory, lambda text: None) as world:
+        await world.start_run()
+        await _until(lambda: world.count_steps() >= 2)
+        measured = [await measure(world, victim, num_kills, rng) for victim in victims]
+        handle = world.client.temporal.get_workflow_handle(names.run_workflow_id(RUN))
+        await handle.cancel()
+    return measured
+
+
+def render(measured: list[Measured]) -> str:
+    lines = [
+        "| system | killed | median s | worst s | lost turns | lost tokens | episodes begun anew |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {item.system} | {item.victim} | {item.median:.1f} | {max(item.seconds):.1f} | {item.lost_turns:.1f} "
+        f"| {item.lost_tokens:.0f} | {item.lost_episodes:.1f} |"
+        for item in measured
+    ]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--victims", nargs="*", default=list(_KILLS), choices=list(_KILLS))
+    parser.add_argument("--no-plain", action="store_true", help="leave the plain loop out")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    install_runtime()
+    for name in ("temporalio", "temporal_core"):
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory(prefix="everroll-durability-") as root:
+        everroll, plain = Path(root, "everroll"), Path(root, "plain")
+        plain.mkdir()
+        measured = []
+        if options.victims:
+            work = measure_everroll(everroll, options.victims, options.kills, random.Random(0))
+            measured += asyncio.run(work)
+        if not options.no_plain:
+            measured += measure_plain(plain, options.kills, random.Random(0))
+    if options.json:
+        results = [asdict(item) | {"median": item.median, "worst": max(item.seconds)} for item in measured]
+        print(json.dumps({"settings": asdict(SIZE), "kills": options.kills, "results": results}, indent=2))
+    else:
+        print(render(measured))
+
+
+if __name__ == "__main__":
+    main()
