@@ -11,10 +11,11 @@ from rich.console import Console
 
 from everroll.cli.display import Display, make_display, render_steps
 from everroll.cli.errors import FAILED
-from everroll.cli.progress import Progress, describe_indexed, list_attention, list_evaluations
+from everroll.cli.progress import Progress, describe_indexed, format_time, list_attention, list_evaluations
 from everroll.client import EverrollClient, RunListing, RunView
 
 _POLL_SECONDS = 1.0
+_STEERINGS_SHOWN = 3
 _SERVER_AWAY_SECONDS = 120.0
 """How long a Temporal server may be away (it may be restarting) before following gives up."""
 
@@ -106,6 +107,8 @@ def print_status(view: RunView, ui_url: str | None, *, as_json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
     if view.status and view.status.last_cause:
         console.print(f"last cause: {view.status.last_cause}", markup=False, soft_wrap=True)
+    for record in (view.status.steerings if view.status else [])[-_STEERINGS_SHOWN:]:
+        console.print(f"{format_time(record.at)} {record.describe()}", markup=False, soft_wrap=True)
     if view.failure:
         console.print(view.failure, markup=False, soft_wrap=True)
     if view.result:
