@@ -24,7 +24,7 @@ WORKDIR /app
 # The dependencies change less often than the code: a layer of their own.
 COPY pyproject.toml constraints.txt README.md LICENSE ./
 RUN mkdir everroll && touch everroll/__init__.py \
-    && pip install -c constraints.txt '.[engine,sessions,trainer,worker]' openai \
+    && pip install -c constraints.txt '.[engine,postgres,sessions,trainer,worker]' openai \
     && pip uninstall --yes everroll
 
 COPY . .
