@@ -90,6 +90,20 @@ async def test_a_run_that_ended_is_released_then_deleted_but_for_its_digests(
     await reader.close()
 
 
+async def test_a_released_session_stays_until_its_run_has_ended_and_its_retention_has_passed(
+    engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, url: str
+) -> None:
+    async with run_stack(renderer, model_dir, url, [engine], **NOW) as stack:
+        await stack.chat(await stack.open("mine-0-0-0"), USER)
+        await stack.client.release("mine-0-0-0")
+        assert await stack.client.sweep() == Swept(0, 0)
+        assert await stack.num_turns("mine-0-0-0") == 1
+    async with run_stack(renderer, model_dir, url, [engine], **{**NOW, "retention_days": 1}) as stack:
+        await stack.client.end_run("mine")
+        assert await stack.client.sweep() == Swept(0, 0)
+        assert await stack.num_turns("mine-0-0-0") == 1
+
+
 async def test_a_session_that_is_opened_again_takes_the_end_of_its_run_back(
     engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, url: str
 ) -> None:
