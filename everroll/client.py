@@ -375,20 +375,23 @@ class EverrollClient:
             raise _translate(error, run) from error
 
     async def find_runs(self, limit: int = 50) -> list[RunListing]:
-        """The latest runs, newest first.
+        """The latest runs, newest first; of one that was resumed, what became of it last.
 
         Raises:
             ConnectionError: Temporal does not answer.
         """
         query = f"WorkflowType = '{names.TRAINING_RUN}' AND ExecutionStatus != 'ContinuedAsNew'"
-        found = []
+        found: dict[str, RunListing] = {}
         try:
             async for execution in self.temporal.list_workflows(query, limit=limit, rpc_timeout=_RPC_TIMEOUT):
                 state = _STATES[execution.status] if execution.status else "running"
-                found.append(RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time))
+                listing = RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time)
+                known = found.get(listing.run)
+                if known is None or known.started_at < listing.started_at:
+                    found[listing.run] = listing
         except RPCError as error:
             raise _translate(error, "") from error
-        return found
+        return sorted(found.values(), key=lambda listing: listing.started_at, reverse=True)
 
     def _handle(self, run: str) -> WorkflowHandle[object, TrainingRunResult]:
         return self.temporal.get_workflow_handle(names.run_workflow_id(run), result_type=TrainingRunResult)
