@@ -9,6 +9,7 @@ was sampled twice unless its first call failed or was not recorded because its s
 from __future__ import annotations
 
 import asyncio
+import os
 import tempfile
 import uuid
 from dataclasses import dataclass, field
@@ -32,6 +33,8 @@ from tests.postgres_helpers import create_database
 from tests.session_helpers import TOOL_CALL_TEXT, build_tokenizer, model_section, write_model_dir
 
 _TOKENIZER = build_tokenizer()
+_IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
+"""Journals that are opened and closed hundreds of times need no disk: nothing here cuts its power."""
 
 
 @pytest.fixture(scope="module")
@@ -233,7 +236,7 @@ def list_trained_calls(samples: SampleSet) -> list[tuple[list[int], list[int], l
 @settings(max_examples=40, deadline=None)
 @given(steps=STEPS)
 def test_no_token_is_lost_doubled_or_changed(renderer: ChatRenderer, steps: list[Step]) -> None:
-    with tempfile.TemporaryDirectory() as directory:
+    with tempfile.TemporaryDirectory(dir=_IN_MEMORY) as directory:
         asyncio.run(play_all(renderer, str(Path(directory) / "journal.db"), steps))
 
 
