@@ -333,7 +333,12 @@ class TrainingRun:
         return workflow.info().is_continue_as_new_suggested()
 
     async def _take_survey(self) -> Survey | None:
-        return await self.calls.take_survey(sorted(self.state.in_flight))
+        """What is waited for. It may be weights that an engine lost by a restart: agents that patiently ask their
+        session server again tell nobody, so engines are given them once more."""
+        survey = await self.calls.take_survey(sorted(self.state.in_flight))
+        if self.phase is Phase.ROLLOUT and not self.pauses.paused:
+            self._publish_again()
+        return survey
 
     def _admit_groups(self) -> None:
         if not self.begun or self.fatal is not None or self.closing or self.pauses.paused:

@@ -92,6 +92,25 @@ async def test_a_step_that_takes_long_is_named(client: EverrollClient, run_name:
 
 
 @pytest.mark.usefixtures("impatient")
+async def test_weights_that_an_engine_lost_are_published_though_agents_are_patient(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """Killed right after it took new weights, an engine serves version 0; agents ask again and again, and tell nobody.
+
+    Found by chaos, seed first, round 1.
+    """
+    gate = asyncio.Event()
+    simulation = Simulation(gate=gate)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}))
+        async with asyncio.timeout(30):
+            while simulation.published.count(0) < 2:  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        gate.set()
+        await client.result(run_name)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_rollouts_without_a_worker_are_named(client: EverrollClient, run_name: str, task_queue: str) -> None:
     """B2: which episodes wait, since when."""
     simulation = Simulation(rollout_queue_suffix="-elsewhere")
