@@ -29,6 +29,8 @@ class Account:
     applied: dict[int, TrainResult] = field(default_factory=dict)
     version: int = 0
     """Published, and taken for the run's version."""
+    recorded: set[int] = field(default_factory=set)
+    """Groups whose result is known from the run directory: written before the group's workflow ended."""
     by_record: int = 0
     """Steps up to this one were applied by the run directory's records, whatever the history tells."""
 

@@ -36,7 +36,8 @@ def adopt_restored(account: Account, state: RunState, ended_last: list[int], fin
     findings.expect(RESTORED, state.next_group >= cursor, breach)
     account.in_flight = set(state.in_flight)
     account.ready = {result.group: result for result in state.ready}
-    account.results.update(account.ready)
+    account.recorded |= set(account.ready) - set(account.results)
+    account.results = {**account.ready, **account.results}
     account.in_training = []
     for group in range(state.next_group):
         account.dispensed.setdefault(group, None)

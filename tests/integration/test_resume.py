@@ -160,3 +160,25 @@ async def test_running_and_finished_runs(
     assert record is not None
     assert record.spec.run.num_steps == 2
     assert record.num_resumes == 1
+
+
+async def test_a_new_run_file_ends_the_groups_of_the_old_one(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    """The session server has moved: groups that still play by the old address are ended, and played by the new one."""
+    simulation = RecordingSimulation(client.temporal, tmp_path)
+    simulation.held_from = 1
+    spec = simulation.build_spec(run_name, task_queue, run={"num_steps": 1})
+    moved = spec.model_copy(update={"services": spec.services.model_copy(update={"session_url": "http://127.0.0.1:2"})})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for(lambda: 0 in simulation.directory(run_name).read_settled() and len(simulation.episodes) == 4)
+        await client.temporal.get_workflow_handle(names.run_workflow_id(run_name)).terminate()
+        await client.resume_ended(moved, ResumeRequest(from_file=True))
+        await wait_for(lambda: len(simulation.episodes) == 6)
+        simulation.held_from = None
+        result = await asyncio.wait_for(client.result(run_name), _SECONDS)
+    assert result.trained_groups == 2
+    again = simulation.episodes[4:]
+    assert {(r.key.group, r.key.attempt, r.session_url) for r in again} == {(1, 10_000, "http://127.0.0.1:2")}
+    assert await audit_settlement(client, run_name) == {0: "trained", 1: "trained"}
