@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from activities.rebuilding import build_state
@@ -30,6 +30,7 @@ def dropped(group: int) -> GroupResult:
     return GroupResult(group=group, dropped=Cause(kind=CauseKind.AGENT, message="raised"), num_episodes=3)
 
 
+@settings(deadline=None)
 @given(fates=st.lists(st.sampled_from(KINDS), max_size=30), batch=st.integers(1, 4), ahead=st.integers(0, 3))
 def test_every_group_is_in_one_place(fates: list[str], batch: int, ahead: int) -> None:
     at = {kind: [group for group, fate in enumerate(fates) if fate == kind] for kind in KINDS}
