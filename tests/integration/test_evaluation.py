@@ -97,7 +97,7 @@ async def test_a_run_is_evaluated_by_schedule_and_at_its_end(
     simulation = Simulation()
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
         view = await client.status(run_name)
         history = await HistoryReader(client.temporal, run_name).read_run()
     assert result.steps == 3
@@ -153,7 +153,7 @@ async def test_training_goes_on_under_a_slow_evaluation_and_the_run_waits_for_it
         await wait_until(lambda: len(evaluated(simulation)) >= 4)
         assert len(evaluated(simulation)) == 4, "two at a time each"
         simulation.gate.set()
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     first, last = sorted(result.evaluations, key=lambda record: record.version)
     assert (first.min_weight_version, first.max_weight_version, first.num_exact_episodes) == (2, 2, 0)
     assert (last.version, last.min_weight_version, last.num_exact_episodes) == (2, 2, 4)
@@ -171,7 +171,7 @@ async def test_new_weights_wait_for_an_evaluation_where_that_is_asked_for(
         await wait_until(lambda: len(evaluated(simulation)) == 4)
         assert simulation.published == [0]
         simulation.gate.set()
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     assert simulation.published == [0, 1]
     assert [record.num_exact_episodes for record in result.evaluations] == [4, 4]
 
@@ -195,7 +195,7 @@ async def test_training_goes_first_where_both_wait_for_a_worker(
         for workflow, wanted in ((handle, 10), *((group, 1) for group in groups)):
             await wait_for(functools.partial(has_pending, workflow, wanted))
         simulation.gate.set()
-        await client.result(run_name)
+        await asyncio.wait_for(client.result(run_name), 60)
     order = [
         request.key.evaluation == "eval.v0" for request in simulation.episodes if request.key.evaluation != "eval.v1"
     ]
@@ -223,7 +223,7 @@ async def test_a_terminal_failure_ends_the_evaluation_and_not_the_run(
     spec = build(tmp_path, run_name, task_queue, {"every": 5, "at_start": False}, run={"num_steps": 1})
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
         handle = client.temporal.get_workflow_handle(names.evaluation_workflow_id(run_name, "eval", 1))
         with pytest.raises(WorkflowFailureError):
             await handle.result()
@@ -263,7 +263,7 @@ async def test_lost_episodes_are_counted_by_cause_and_never_as_0(
     spec = build(tmp_path, run_name, task_queue, {"every": 1, "at_start": False}, run={"num_steps": 1}, rollout=rollout)
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     (record,) = result.evaluations
     assert record.lost == {"agent": 1}
     assert record.unusable == {"agent": 3, "transport": 1}
@@ -297,7 +297,7 @@ async def test_a_person_asks_for_an_evaluation_while_the_run_goes_on(
         more = await evaluate_run(client, run_name, EvaluateRequest(path=other, max_prompts=2, name="other"))
         assert [(record.name, record.num_prompts) for record in more.records] == [("other", 2)]
         simulation.train_gate.set()
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
         view = await client.status(run_name)
     assert [record.name for record in result.evaluations] == ["eval", "other"]
     assert view.status is not None
@@ -323,7 +323,7 @@ async def test_a_long_evaluation_continues_as_new_and_plays_each_episode_once(
     )
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
         handle = client.temporal.get_workflow_handle(names.evaluation_workflow_id(run_name, "eval", 1))
         description = await handle.describe()
     (record,) = result.evaluations
@@ -346,7 +346,7 @@ async def test_a_run_that_continues_as_new_finds_its_evaluation_again(
         await grow_history(client, run_name)
         await wait_for_status(client, run_name, lambda view: view.status is not None and view.status.generation >= 1)
         simulation.gate.set()
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     assert [record.version for record in result.evaluations] == [0, 1]
     assert [record.num_episodes for record in result.evaluations] == [4, 4]
     assert len(evaluated(simulation)) == 8
@@ -360,7 +360,7 @@ async def test_what_was_played_by_the_deadline_is_the_result(
     simulation = Simulation(gate=asyncio.Event(), is_gated=lambda key: bool(key.evaluation) and key.group == 2)
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     (record,) = result.evaluations
     assert not record.complete
     assert (record.num_episodes, record.lost) == (3, {"deadline": 1})
@@ -383,7 +383,7 @@ async def test_an_evaluation_holds_while_its_run_is_paused(
         await asyncio.sleep(0.5)  # time enough for what must not happen
         assert len(evaluated(simulation)) == 1
         await client.resume(run_name)
-        result = await client.result(run_name)
+        result = await asyncio.wait_for(client.result(run_name), 60)
     assert [record.num_episodes for record in result.evaluations] == [4, 4]
 
 
@@ -418,4 +418,4 @@ async def test_an_evaluation_that_waits_for_a_worker_is_named(
 
         await wait_for(is_named)
         simulation.gate.set()
-        await client.result(run_name)
+        await asyncio.wait_for(client.result(run_name), 60)
