@@ -114,9 +114,9 @@ class FakeEngine:
     base_url: str = ""
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def await_requests(self, count: int) -> None:
+    async def await_requests(self, count: int, seconds: float = 10) -> None:
         """Wait until that many requests have come in all."""
-        async with asyncio.timeout(10), self._arrived:
+        async with asyncio.timeout(seconds), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests) >= count)
 
     async def generate(self, request: web.Request) -> web.Response:

@@ -333,7 +333,8 @@ def _route(
             known = _as_session_error(error)
             if not isinstance(known, NotOwnerError):  # of no interest: `peers` asks the owner
                 metrics.note_error(known)
-            return _answer_error(request, known, build_error)
+                _log_error(f"{request.method} {request.url.path}", known)
+            return _answer_error(known, build_error)
 
     return Route(path, method, guarded)
 
@@ -346,9 +347,8 @@ def _as_session_error(error: BaseException) -> SessionError:
     return UnexpectedError(f"{type(error).__name__}: {error}")
 
 
-def _answer_error(request: Request, error: SessionError, build_error: _BuildError) -> Response:
+def _answer_error(error: SessionError, build_error: _BuildError) -> Response:
     """The one place where an error becomes an answer, in the form of the wire that was spoken."""
-    _log_error(f"{request.method} {request.url.path}", error)
     response = _json(build_error(error), error.status)
     if error.status not in _RETRYABLE and not isinstance(error, JournalError):
         response.headers["x-should-retry"] = "false"

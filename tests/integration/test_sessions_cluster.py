@@ -189,7 +189,7 @@ async def test_one_of_two_processes_is_killed_and_agents_go_on(
             async with asyncio.TaskGroup() as group:
                 episodes = [group.create_task(play(client, name)) for name in names]
                 for kill in range(1, 4):
-                    await engine.await_requests(NUM_TURNS * len(names) * kill // 4)
+                    await engine.await_requests(NUM_TURNS * len(names) * kill // 4, seconds=60)
                     os.kill(list_children(server.pid)[kill % 2], signal.SIGKILL)
             assert all(episode.done() for episode in episodes)
             for name in names:
