@@ -74,8 +74,8 @@ CANCEL_GRACE = timedelta(minutes=2)
 """How long cancelled episodes are waited for, so that no session is released under one."""
 SETTLE_ALLOWANCE = timedelta(minutes=30)
 """What a group may take to end its episodes, to be stored and to release its sessions, all retries included."""
-SURVEY_FIRST = timedelta(seconds=40)
-"""Without progress for so long, the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
+SURVEY_FIRST = timedelta(seconds=20)
+"""After one to two of these without progress the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
 SURVEY_MAX = timedelta(minutes=15)
 _MAX_REFILL_BACKOFF_SECONDS = 60.0
 _PUBLISH_BACKOFF_SECONDS = (0.5, 10.0)

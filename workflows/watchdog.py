@@ -12,11 +12,14 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.training import WatchState
     from workflows import policies
 
-_SHORTEST_SECONDS = 1.0
-
 
 class Watchdog:
-    """Surveys the run after 40 s without progress, then ever more rarely: a long outage makes a short history."""
+    """Surveys the run after a while without progress, then ever more rarely: a long outage makes a short history.
+
+    It looks at the end of each wait whether there was progress meanwhile, so that a survey comes one to two waits after
+    the last progress. It compares no times: a worker that answered a query just when a timer fired, and was lost then,
+    can have seen an older time at that moment than a replay does, and a branch that hangs on it would not replay.
+    """
 
     def __init__(
         self, state: WatchState, take_survey: Callable[[], Awaitable[Survey | None]], on_survey: Callable[[], None]
@@ -24,6 +27,7 @@ class Watchdog:
         self._state = state
         self._take_survey = take_survey
         self._on_survey = on_survey
+        self._num_progress = 0
 
     @property
     def survey(self) -> Survey | None:
@@ -31,33 +35,24 @@ class Watchdog:
 
     def note_progress(self) -> None:
         """Something was settled, trained or published, or the run went on."""
-        self._state.progress_at = workflow.time()
-        self._state.asked_at = None
+        self._num_progress += 1
         self._state.patience_seconds = None
         self._state.survey = None
 
     async def watch(self) -> None:
         """Until cancelled."""
-        if self._state.progress_at is None:
-            self.note_progress()
         while True:
-            if (remaining := self._due_at() - workflow.time()) > 0:
-                await asyncio.sleep(max(remaining, _SHORTEST_SECONDS))
+            before = self._num_progress
+            await asyncio.sleep(self._patience())
+            if self._num_progress != before:
                 continue
-            progress_at = self._state.progress_at
             survey = await self._take_survey()
-            if self._state.progress_at != progress_at:
+            if self._num_progress != before:
                 continue
             self._state.patience_seconds = min(self._patience() * 2, policies.SURVEY_MAX.total_seconds())
-            self._state.asked_at = workflow.time()
             if survey is not None:
                 self._state.survey = survey
                 self._on_survey()
 
     def _patience(self) -> float:
         return self._state.patience_seconds or policies.SURVEY_FIRST.total_seconds()
-
-    def _due_at(self) -> float:
-        """Counted from the last survey, or from the last progress where there was none since."""
-        since = self._state.asked_at or self._state.progress_at or 0.0
-        return since + self._patience()

@@ -193,12 +193,8 @@ class WatchState(Payload):
 
     model_config = ConfigDict(frozen=False)
 
-    progress_at: float | None = None
-    """When something was settled, trained or published last, in Unix seconds."""
-    asked_at: float | None = None
-    """When the last survey since then was taken."""
     patience_seconds: float | None = None
-    """Time without progress until the next survey; grows while there is none. None: the first."""
+    """How long to wait for progress before the next survey; grows while there is none. None: the first."""
     survey: Survey | None = None
     """The last one, unless there was progress since."""
 
