@@ -1,7 +1,7 @@
 """Kill the processes of a local stack, one after the other, and say so.
 
-The next one is killed a few seconds after the last one is back, so that what is shown is recovery, and not a stack that
-never comes up. Each process has its turn before any is killed again, and once in a while all are killed at once.
+The next one is killed a few seconds after the last one is back and the run has taken a step, so that what is shown is
+recovery, and not a stack that never comes up. Each process has its turn before any is killed again, and once in a while all are killed at once.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from everroll.contracts.training import RunStatus
 from everroll.local.identity import ProcessIdentity, send_signal
 from everroll.local.state import ProcessPhase, ProcessState, StackDirectory, StackError
 
 EVERYTHING = "everything"
 _PAUSE_SECONDS = (2.0, 5.0)
 _BACK_SECONDS = 300.0
+_STEP_SECONDS = 60.0
 _LOOK_SECONDS = 0.1
 
 
@@ -34,14 +36,18 @@ class Killer:
     """Kills until it is cancelled."""
 
     def __init__(
-        self, directory: StackDirectory, seed: int, say: Callable[[str], None], describe: Callable[[], str]
+        self,
+        directory: StackDirectory,
+        seed: int,
+        say: Callable[[str], None],
+        find_status: Callable[[], RunStatus | None],
     ) -> None:
-        """`describe` says in a few words what the run is doing at that moment."""
+        """`find_status` gives what is known of the run at that moment."""
         self.recoveries: list[Recovery] = []
         self._directory = directory
         self._rng = random.Random(f"killer {seed}")
         self._say = say
-        self._describe = describe
+        self._find_status = find_status
         self._next: list[str] = []
 
     async def run(self) -> None:
@@ -51,8 +57,24 @@ class Killer:
             StackError: what was killed did not come back.
         """
         while True:
-            await asyncio.sleep(self._rng.uniform(*_PAUSE_SECONDS))
+            step = self._count_steps()
             await self._strike(self._draw())
+            await asyncio.sleep(self._rng.uniform(*_PAUSE_SECONDS))
+            await self._await_step(step)
+
+    def _count_steps(self) -> int:
+        status = self._find_status()
+        return status.step if status else 0
+
+    async def _await_step(self, last: int) -> None:
+        """Until the run has got beyond that step, or has not for a while."""
+        deadline = asyncio.get_running_loop().time() + _STEP_SECONDS
+        while self._count_steps() <= last and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_LOOK_SECONDS)
+
+    def _describe(self) -> str:
+        status = self._find_status()
+        return f"in step {status.step + 1}, {status.phase.value}" if status else "before the first step"
 
     def _draw(self) -> str:
         """The next victim, from a bag that holds each once."""

@@ -150,7 +150,7 @@ class Demo:
         url = view.url(addresses.ui_url or "")
         self._say(f"run {self.name} started through the Temporal client")
         self._say(f"watch it in the web UI: {url}")
-        killer = Killer(directory, self.seed, self._say, self._describe_moment)
+        killer = Killer(directory, self.seed, self._say, lambda: self.progress.status)
         with make_display(self.console, url) as display:
             following = follow_quietly(client, self.name, self.progress, display)
             self.quiet = self.chaos
@@ -162,11 +162,6 @@ class Demo:
 
     def _places(self) -> Places:
         return Places(journal=default_journal(self.home))
-
-    def _describe_moment(self) -> str:
-        """What the run is doing, for the one who kills."""
-        status = self.progress.status
-        return f"at step {status.step}, {status.phase.value}" if status else "before the first step"
 
     def _conclude(self, view: RunView, killer: Killer, report: AuditReport) -> int:
         steps = self.progress.ordered_steps
