@@ -1,7 +1,8 @@
 """Kill the processes of a local stack, one after the other, and say so.
 
 The next one is killed a few seconds after the last one is back and the run has taken a step, so that what is shown is
-recovery, and not a stack that never comes up. Each process has its turn before any is killed again, and once in a while all are killed at once.
+recovery, and not a stack that never comes up. Each process has its turn before any is killed again, and once in a while
+all are killed at once.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ class Killer:
     async def _await_step(self, last: int) -> None:
         """Until the run has got beyond that step, or has not for a while."""
         deadline = asyncio.get_running_loop().time() + _STEP_SECONDS
-        while self._count_steps() <= last and asyncio.get_running_loop().time() < deadline:
+        while self._count_steps() <= last and asyncio.get_running_loop().time() < deadline:  # noqa: ASYNC110
             await asyncio.sleep(_LOOK_SECONDS)
 
     def _describe(self) -> str:
