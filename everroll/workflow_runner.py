@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class ContextFreeSandbox(SandboxedWorkflowRunner):
-    """For data converters none of whose parts is a `WithSerializationContext`, and without external storage."""
+    """For data converters that are the same in every serialization context, and have no external storage."""
 
     def create_instance(self, det: WorkflowInstanceDetails) -> WorkflowInstance:
         return _ContextFreeInstance(super().create_instance(det))
