@@ -11,7 +11,9 @@ from typer.testing import CliRunner
 
 from everroll.audit.resumption import BY_RECORD
 from everroll.cli.main import app
-from everroll.contracts.training import ResumeRequest
+from everroll.client import EverrollClient
+from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import ForkOrigin, ResumeRequest
 from everroll.local.ports import choose_port
 from tests.resume_helpers import (
     HeldSimulation,
@@ -24,6 +26,7 @@ from tests.resume_helpers import (
     worker_process,
 )
 from tests.resume_trainer import TrainingSimulation
+from trainer.durable import hash_file
 
 _SECONDS = 60
 NUM_PROMPTS = 12
@@ -154,8 +157,22 @@ async def test_the_real_trainer_after_losing_everything(tmp_path: Path) -> None:
                 await client.resume_ended(spec, ResumeRequest())
                 result = await asyncio.wait_for(client.result(name), 200)
                 assert result.trained_groups == 2 * num_steps
+                await check_fork(client, spec, root)
         weights.append((root / "runs" / name / "weights" / "step_000005" / "model.safetensors").read_bytes())
     assert weights[0] == weights[1]
+
+
+async def check_fork(client: EverrollClient, spec: RunSpec, root: Path) -> None:
+    """Of a step whose weights were let go of: from checkpoint 0 and the stored batches, the same bits."""
+    source = root / "runs" / spec.run.name
+    assert not (source / "weights" / "step_000002").exists()
+    fork = spec.model_copy(update={"run": spec.run.model_copy(update={"name": "fork"})})
+    origin = ForkOrigin(run=spec.run.name, run_dir=str(source), step=2)
+    await client.fork(fork, origin, ResumeRequest(changes={"num_steps": 2}))
+    result = await asyncio.wait_for(client.result("fork"), 200)
+    assert (result.steps, result.trained_groups) == (2, 4)
+    weights = root / "runs" / "fork" / "weights" / "step_000002" / "model.safetensors"
+    assert hash_file(weights) == read_applied(source)[1].weights_sha256["model.safetensors"]
 
 
 def played_groups(root: Path) -> int:
