@@ -45,7 +45,7 @@ _MAKE_SECONDS = 300.0
 _BACK_SECONDS = 120.0
 _LOOK_SECONDS = 0.5
 # So that a kill is noticed within seconds.
-_CHAOS_OVERRIDES = {"rollout.heartbeat_timeout_seconds": "3", "train.heartbeat_timeout_seconds": "5"}
+_CHAOS_OVERRIDES = {"rollout.heartbeat_timeout_seconds": "5", "train.heartbeat_timeout_seconds": "5"}
 
 
 @dataclass(frozen=True)
