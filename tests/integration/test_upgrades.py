@@ -57,7 +57,7 @@ async def test_a_run_moves_to_the_new_version_after_its_step(
     deployment = f"deployment-{run_name}"
     old, new = build_versioned(deployment, "one", gate), build_versioned(deployment, "two", gate)
     run_id = names.run_workflow_id(run_name)
-    spec = build_spec(run_name, task_queue, run={"num_steps": 3}, rollout={"max_staleness": 1})
+    spec = build_spec(run_name, task_queue, run={"num_steps": 8}, rollout={"max_staleness": 1})
     other = await EverrollClient.connect(temporal_server.address, temporal_server.namespace)
     async with new.workers(other.temporal, task_queue):
         async with old.workers(client.temporal, task_queue):
@@ -68,20 +68,20 @@ async def test_a_run_moves_to_the_new_version_after_its_step(
             )
             assert await read_build_id(client, run_id) == "one"
             await make_current(client, deployment, "two")
-            gate.set()
+            gate.set()  # the run may hear of the new version a step or two later
             await wait_for_status(
                 client, run_name, lambda view: view.status is not None and view.status.generation >= 1
             )
             result = await asyncio.wait_for(client.result(run_name), _SECONDS)
         assert await read_build_id(client, run_id) == "two"
         view = await client.status(run_name)
-    assert result.steps == 3
+    assert result.steps == 8
     assert view.status is not None
     assert view.status.generation == 1, "once is enough"
     assert await read_build_id(client, names.group_workflow_id(run_name, 0)) == "one"
-    assert await read_build_id(client, names.group_workflow_id(run_name, 5)) == "two"
+    assert await read_build_id(client, names.group_workflow_id(run_name, 15)) == "two"
     trained = sorted(item.group for request in [*old.trained, *new.trained] for item in request.batch)
-    assert trained == list(range(6))
+    assert trained == list(range(16))
 
 
 def test_a_worker_has_a_version_only_when_it_is_given_one() -> None:
