@@ -13,7 +13,7 @@ from temporalio.service import RPCError
 
 from everroll.client import EverrollClient
 from everroll.contracts import names
-from everroll.contracts.training import Phase
+from everroll.contracts.training import Phase, PublishRequest
 from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec
@@ -56,6 +56,12 @@ async def test_a_run_moves_to_the_new_version_after_its_step(
     gate = asyncio.Event()
     deployment = f"deployment-{run_name}"
     old, new = build_versioned(deployment, "one", gate), build_versioned(deployment, "two", gate)
+
+    def share_weights(request: PublishRequest) -> None:
+        """Both stand for the same engine."""
+        old.weight_version = new.weight_version = request.weights.version
+
+    old.on_publish = new.on_publish = share_weights
     run_id = names.run_workflow_id(run_name)
     spec = build_spec(run_name, task_queue, run={"num_steps": 8}, rollout={"max_staleness": 1})
     other = await EverrollClient.connect(temporal_server.address, temporal_server.namespace)
