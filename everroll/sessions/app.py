@@ -129,25 +129,42 @@ class SessionApp:
         call = await wire.read(body, functools.partial(self.core.recall, session_id))
         turn = self.core.turn(session_id, call.request, attempt)
         if call.stream:
-            return await self._stream(wire, call, turn)
-        return _json(call.build_answer(await turn, self.model))
+            return await self._stream(wire, call, session_id, turn, request)
+        answer = await turn
+        await self.core.note_arrival(session_id, answer, not await request.is_disconnected())
+        return _json(call.build_answer(answer, self.model))
 
-    async def _stream(self, wire: Wire, call: Call, turn: Awaitable[TurnAnswer]) -> Response:
+    async def _stream(
+        self, wire: Wire, call: Call, session_id: str, turn: Awaitable[TurnAnswer], request: Request
+    ) -> Response:
         """Nothing of a turn is sent before it is recorded; while it takes long, only signs of life are."""
-        task = asyncio.ensure_future(turn)
+
+        async def make() -> TurnAnswer:
+            answer = await turn
+            await self.core.note_arrival(session_id, answer, not gone.is_set() and not await request.is_disconnected())
+            return answer
+
+        gone = asyncio.Event()
+        task = asyncio.ensure_future(make())
         self.calls.add(task)
         task.add_done_callback(self._forget)
         done, _ = await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
         if done:
             body = call.build_stream(task.result(), self.model)
             return Response(body, media_type="text/event-stream", headers=_STREAM_HEADERS)
-        body_parts = self._keep_alive(wire, call, task)
+        body_parts = self._keep_alive(wire, call, task, gone)
         return StreamingResponse(body_parts, media_type="text/event-stream", headers=_STREAM_HEADERS)
 
-    async def _keep_alive(self, wire: Wire, call: Call, task: asyncio.Task[TurnAnswer]) -> AsyncIterator[bytes]:
-        while not task.done():
-            yield wire.keep_alive
-            await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
+    async def _keep_alive(
+        self, wire: Wire, call: Call, task: asyncio.Task[TurnAnswer], gone: asyncio.Event
+    ) -> AsyncIterator[bytes]:
+        try:
+            while not task.done():
+                yield wire.keep_alive
+                await asyncio.wait([task], timeout=self.stream_keepalive_seconds)
+        finally:
+            if not task.done():
+                gone.set()
         try:
             yield call.build_stream(task.result(), self.model)
         except Exception as error:

@@ -35,7 +35,7 @@ from everroll.sessions.flights import Flights
 from everroll.sessions.held import HeldSessions
 from everroll.sessions.journal import Journal
 from everroll.sessions.metrics import SessionMetrics
-from everroll.sessions.records import Claim, Session, SessionRecord, Turn, describe_session
+from everroll.sessions.records import NO_ATTEMPT, Claim, Session, SessionRecord, Turn, describe_session
 from everroll.sessions.storage import StorageGauge
 from everroll.sessions.turns import ChatRequest, RequestKeys, TurnMaker
 from everroll.tokens.assembly import NothingToTrain, assemble_samples
@@ -176,6 +176,26 @@ class SessionCore:
         if joined:
             await self._touch(session, turn.index)
         return self._answer(turn, session, replayed=joined)
+
+    async def note_arrival(self, session_id: str, answer: TurnAnswer, arrived: bool) -> None:
+        """Say whether a client was there to receive an answer.
+
+        A turn that nobody received is an orphan: its agent knows nothing of it, so it is not trained, unless it is
+        asked for again or continued.
+
+        Raises:
+            SessionError: see `everroll.sessions.errors`.
+        """
+        index = answer.turn.index
+        session = await self._held.get(session_id)
+        if arrived:
+            session.arrived.add(index)
+            if session.attempts[index] == NO_ATTEMPT:
+                await self._touch(session, index)
+        elif not answer.replayed and index not in session.arrived and session.record.released_at is None:
+            session.attempts[index] = NO_ATTEMPT  # first, so that another client's arrival meanwhile takes it back
+            with self._held.forgetting(session):
+                await self._journal.disown_turn(session.claim, index)
 
     async def count_prompt_tokens(self, session_id: str, request: ChatRequest) -> int:
         """Tokens of the prompt that a request would be sampled from.

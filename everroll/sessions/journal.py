@@ -26,7 +26,7 @@ from everroll.sessions.journal_rows import (
     encode_session,
     encode_turn,
 )
-from everroll.sessions.records import Claim, Session, SessionRecord, Turn
+from everroll.sessions.records import NO_ATTEMPT, Claim, Session, SessionRecord, Turn
 from everroll.sessions.sqlite_database import open_sqlite
 
 LEASE_SECONDS = 10.0
@@ -56,6 +56,7 @@ _TOUCH_TURN = (
     f"UPDATE turns SET session_id = {_FENCE}, attempt = CASE WHEN attempt < $4 THEN $4 ELSE attempt END "
     "WHERE session_id = $1 AND turn_index = $3"
 )
+_DISOWN_TURN = f"UPDATE turns SET session_id = {_FENCE}, attempt = $4 WHERE session_id = $1 AND turn_index = $3"
 _SET = "UPDATE sessions SET epoch = CASE WHEN epoch = $2 THEN epoch END, {{}} WHERE session_id = $1"
 _SET_ATTEMPT = _SET.replace("{{}}", "attempt = $3, used_at = {now}")
 _SET_USED = _SET.replace("{{}}", "used_at = {now}")
@@ -145,6 +146,10 @@ class Journal:
     async def touch_turn(self, claim: Claim, index: int, attempt: int) -> None:
         """Note that a recorded turn was served again in this attempt."""
         await self.database.write(Statement(_TOUCH_TURN, (*_key(claim), index, attempt)))
+
+    async def disown_turn(self, claim: Claim, index: int) -> None:
+        """Note that a turn reached nobody: it belongs to no attempt until it is asked for again."""
+        await self.database.write(Statement(_DISOWN_TURN, (*_key(claim), index, NO_ATTEMPT)))
 
     async def set_attempt(self, claim: Claim, attempt: int, run: str) -> None:
         """Note a later attempt; its run goes on, whatever was said of its end."""

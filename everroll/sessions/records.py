@@ -10,6 +10,9 @@ from everroll.contracts.spec import SamplingSpec
 from everroll.tokens.assembly import TurnTokens
 from everroll.tokens.renderer import Message, Tool
 
+NO_ATTEMPT = -1
+"""Stands for the attempt of a turn whose client had gone before it was answered."""
+
 
 @dataclass(frozen=True)
 class SessionRecord:
@@ -80,7 +83,10 @@ class Session:
     """In which this server holds it; 0 when it was only read."""
     turns: dict[int, Turn] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
-    """Turn index to the latest attempt in which the turn was sampled or served again."""
+    """Turn index to the latest attempt in which the turn was sampled or served again; `NO_ATTEMPT` if it reached
+    nobody."""
+    arrived: set[int] = field(default_factory=set)
+    """Turns that a client was there to receive; kept in memory only."""
     next_index: int = 0
     num_tokens: int = 0
     """Tokens that all its turns added and sampled."""

@@ -272,3 +272,35 @@ async def test_a_template_that_refuses_messages_refuses_the_request(engine: Fake
     (directory / "chat_template.jinja").write_text(REFUSING.replace("'system'", "'user'"))
     with pytest.raises(ConfigurationError, match="no system here"):
         load_renderer(section)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_reply_that_nobody_waited_for_is_not_trained(stack: Stack, stream: bool) -> None:
+    handle = await stack.open()
+    stack.engine.gate = asyncio.Event()
+    given_up = asyncio.create_task(stack.post(handle, say("long"), stream=stream))
+    await stack.engine.await_requests(1)
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    assert await stack.num_turns() == 0  # by then the server has seen the connection close
+    stack.engine.gate.set()
+    await stack.chat(handle, say("short"))
+    assert await stack.texts() == ["two|"]
+    # It is asked for after all.
+    await stack.chat(handle, say("long"))
+    assert sorted(await stack.texts()) == ["one|", "two|"]
+    assert len(stack.engine.requests) == 2
+
+
+async def test_one_of_two_clients_that_share_a_call_is_enough_to_train_it(stack: Stack) -> None:
+    handle = await stack.open()
+    stack.engine.gate = asyncio.Event()
+    given_up = asyncio.create_task(stack.post(handle, USER))
+    await stack.engine.await_requests(1)
+    waiting = asyncio.create_task(stack.post(handle, USER))
+    given_up.cancel()
+    await asyncio.gather(given_up, return_exceptions=True)
+    stack.engine.gate.set()
+    assert (await waiting).status_code == 200
+    assert await stack.texts() == ["one|"]
+    assert len(stack.engine.requests) == 1
