@@ -20,7 +20,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from everroll.contracts.spec import ModelSection
-from everroll.local import supervisor
+from everroll.local import launch, supervisor
 from everroll.local.identity import ProcessIdentity, is_running, send_signal
 from everroll.local.plan import StackOptions, plan_processes
 from everroll.local.process import ProcessSpec, read_log_tail
@@ -124,7 +124,8 @@ class Stack:
         self.directory.create()
         self._file.write_text(self.plan.model_dump_json())
         with self._log.open("ab") as log:
-            command = [sys.executable, "-m", "tests.chaos.stack", str(self._file)]
+            launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
+            command = [*launcher, sys.executable, "-m", "tests.chaos.stack", str(self._file)]
             self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
 
     async def await_healthy(self) -> None:
@@ -186,7 +187,6 @@ class Stack:
 
 def main() -> int:
     plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
-    os.set_blocking(1, True)
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
         asyncio.run(run_interruptibly(supervise(plan)))
