@@ -30,7 +30,7 @@ demo-chaos: $(INSTALLED)
 	$(BIN)/everroll demo --chaos
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -m 'not slow' -n 2 --dist loadfile
 
 test-unit: $(INSTALLED)
 	$(BIN)/python -m pytest tests/unit -m 'not slow'

@@ -196,7 +196,8 @@ def test_progress_line() -> None:
     progress.add(0.0, make_view(steps=1))
     progress.add(10.0, make_view(steps=2))
     assert progress.describe() == (
-        "step 2/4  rollout  groups 2 in flight, 1 of 3 ready, 6 trained  reward 0.500  100 tokens/s  aborts 3 (timeout 1, transport 2)"
+        "step 2/4  rollout  groups 2 in flight, 1 of 3 ready, 6 trained  reward 0.500  100 tokens/s  "
+        "aborts 3 (timeout 1, transport 2)"
     )
     assert [record.step for record in progress.ordered_steps] == [1, 2]
 

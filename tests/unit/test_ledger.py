@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everroll.contracts.health import AbortSummary, EpisodesReport
@@ -45,6 +45,7 @@ def finish(ledger: Ledger, state: RunState, batch: list[GroupResult]) -> None:
     ledger.finish_step(batch, trained, rollout_seconds=1, train_seconds=1, publish_seconds=1)
 
 
+@settings(deadline=None)  # a deadline measures the machine
 @given(batch=st.integers(1, 4), num_steps=st.integers(1, 5), max_staleness=st.integers(0, 3), data=st.data())
 def test_random_runs(batch: int, num_steps: int, max_staleness: int, data: st.DataObject) -> None:
     spec = build_spec(batch, num_steps, max_staleness)
