@@ -80,6 +80,8 @@ class CollectionActivities:
                     errors.append(f"{session_id}: {type(error).__name__}: {error}")
 
         await asyncio.gather(*(release(session_id) for session_id in request.session_ids))
+        if request.ended_run:
+            await client.end_run(request.ended_run)
         if errors:
             activity.logger.warning("%d sessions were not released; the first: %s", len(errors), errors[0])
         return ReleaseResult(

@@ -105,6 +105,8 @@ class Simulation:
     episodes: list[EpisodeRequest] = field(default_factory=list)
     stored: dict[int, StoreGroupRequest] = field(default_factory=dict)
     released: list[str] = field(default_factory=list)
+    ended_runs: list[str] = field(default_factory=list)
+    """Of which the session server was told that they have ended."""
     trained: list[TrainRequest] = field(default_factory=list)
     recorded: list[RecordRunRequest] = field(default_factory=list)
     events: list[str] = field(default_factory=list)
@@ -188,7 +190,10 @@ class Simulation:
 
     @activity.defn(name=names.RELEASE_SESSIONS)
     async def release_sessions(self, request: ReleaseRequest) -> ReleaseResult:
-        self.events.append(f"release {request.session_ids[0].rsplit('-', 3)[1]}")
+        if request.ended_run:
+            self.ended_runs.append(request.ended_run)
+        else:
+            self.events.append(f"release {request.session_ids[0].rsplit('-', 3)[1]}")
         self.released += request.session_ids
         return ReleaseResult(released=len(request.session_ids), failed=0)
 

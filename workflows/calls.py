@@ -12,7 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
     from everroll.contracts.batches import ReadBatchRequest, StoredBatch
     from everroll.contracts.health import Survey, SurveyRequest
-    from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, GroupResult
+    from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, GroupResult, ReleaseRequest
     from everroll.contracts.spec import RunSpec
     from everroll.contracts.steering import SteeringRecord
     from everroll.contracts.training import (
@@ -216,6 +216,24 @@ class RunCalls:
             summary=f"{len(groups)} groups from {groups[0]}",
         )
         return awaited.results
+
+    async def end_sessions(self) -> None:
+        """Tell the session server that the run has ended. Best effort: it notices idleness by itself."""
+        try:
+            await workflow.execute_activity(
+                names.RELEASE_SESSIONS,
+                ReleaseRequest(
+                    session_url=self._spec.services.session_url, session_ids=[], ended_run=self._spec.run.name
+                ),
+                start_to_close_timeout=policies.RELEASE_AFTER_FAILURE,
+                schedule_to_close_timeout=policies.RELEASE_AFTER_FAILURE,
+                retry_policy=policies.RETRY,
+                summary="the run has ended",
+            )
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise
+            workflow.logger.warning("the session server was not told that the run has ended: %s", error.cause)
 
     async def take_survey(self, groups: list[int]) -> Survey | None:
         """Ask Temporal what the run and its groups in flight wait for, by name. Best effort."""

@@ -142,6 +142,8 @@ class TrainingRun:
             if not self.evicted:
                 await self._cancel_groups()
                 await self._record_the_rest()
+        if self.spec.run.mode != "train":
+            await self.calls.end_sessions()
         result = self._build_result()
         self._enter(Phase.STOPPED if result.stopped else Phase.COMPLETED)
         return result

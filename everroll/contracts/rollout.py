@@ -241,6 +241,8 @@ class ReleaseRequest(Payload):
 
     session_url: str
     session_ids: list[str]
+    ended_run: str = ""
+    """Run to say of that it has ended, so that the retention of its sessions begins; empty for none."""
 
 
 class ReleaseResult(Payload):

@@ -451,6 +451,7 @@ async def test_sessions_are_released_only_after_the_group_is_stored(
     for group in range(4):
         order = [event for event in simulation.events if event.endswith(f" {group}")]
         assert order == [f"collect {group}"] * 2 + [f"store {group}", f"release {group}"]
+    assert simulation.ended_runs == [run_name]
 
 
 async def test_a_survey_names_what_is_waited_for(client: EverrollClient, run_name: str, task_queue: str) -> None:

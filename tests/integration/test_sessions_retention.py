@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from activities.collection import CollectionActivities
+from everroll.contracts.rollout import ReleaseRequest
 from everroll.contracts.spec import SamplingSpec
 from everroll.failures import ServerStatusError
 from everroll.http_client import build_http_client
@@ -27,6 +29,7 @@ from everroll.sessions.sqlite_database import SqliteDatabase
 from everroll.tokens.renderer import ChatRenderer, load_renderer
 from tests.postgres_helpers import create_database
 from tests.session_helpers import (
+    ADMIN_KEY,
     USER,
     FakeEngine,
     Stack,
@@ -76,7 +79,8 @@ async def test_a_run_that_ended_is_released_then_deleted_but_for_its_digests(
         collected = await stack.client.collect("mine-0-0-0", 30, {})
         assert isinstance(collected, CollectedSamples)
         assert await stack.client.sweep() == Swept(0, 0)
-        await stack.client.end_run("mine")
+        activities = CollectionActivities(stack.http, ADMIN_KEY)  # as a run does at its end
+        await activities.release_sessions(ReleaseRequest(session_url=stack.client.base_url, session_ids=[], ended_run="mine"))
         await stack.client.end_run("mine")
         assert await stack.client.sweep() == Swept(1, 1)
         assert not await is_released(stack, "other-0-0-0")
