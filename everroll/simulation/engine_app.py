@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import hmac
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -12,9 +10,9 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
-from everroll.engines.embedded.sequence import Sequence
+from everroll.engines.embedded.door import RequireKey, unless_disconnected
 from everroll.engines.embedded.wire import (
     AbortBody,
     BadRequestError,
@@ -41,7 +39,7 @@ class SimulatedEngineApp:
     async def generate(self, request: Request) -> Response:
         body = parse_body(GenerateBody, await request.body())
         sequence = build_sequence(body, self._limits)
-        finished = await _unless_disconnected(request, self._engine.generate(sequence, self._choose_stop(body)))
+        finished = await unless_disconnected(request, self._engine.generate(sequence, self._choose_stop(body)))
         if finished is None:
             return Response(status_code=_CLIENT_GONE)
         return _json(build_answer(body, finished, self._engine.weight_version, None))
@@ -115,40 +113,11 @@ def build_app(handlers: SimulatedEngineApp, api_key: str | None) -> ASGIApp:
     app = Starlette(
         routes=routes, exception_handlers={BadRequestError: _on_bad_request, ClientDisconnect: _on_disconnect}
     )
-    return app if api_key is None else _RequireKey(app, api_key)
-
-
-class _RequireKey:
-    """Answers 401 to requests without the API key, except for the health check."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] != "/health":
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await _json({"error": {"message": "a valid API key is required"}}, 401)(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Sequence]) -> Sequence | None:
-    """The result of `work`, or None once the client is gone, in which case the work is cancelled."""
-    running = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
-    try:
-        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else None
-    finally:
-        for task in (running, gone):
-            task.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return (
+        app
+        if api_key is None
+        else RequireKey(app, api_key, _json({"error": {"message": "a valid API key is required"}}, 401))
+    )
 
 
 async def _on_bad_request(request: Request, error: Exception) -> Response:

@@ -47,7 +47,7 @@ ALLOWED = {
     "worker/__main__.py:serve:wait": "a worker serves until it is told to stop",
     # Processes that stand as long as their user wants them, and threads that wait for work.
     "everroll/cli/demo_run.py:_unless_failed:wait": "follows a run to its end; the stack's failure ends it too",
-    "everroll/engines/embedded/app.py:_unless_disconnected:wait": "ends with the caller, whose call has a timeout",
+    "everroll/engines/embedded/door.py:unless_disconnected:wait": "ends with the caller, whose call has a timeout",
     "everroll/engines/embedded/core.py:_run_commands:get": "the engine's thread waits for work",
     "everroll/local/process.py:wait:wait": "a supervisor waits as long as its process lives",
     "everroll/local/process.py:stop:wait": "after SIGKILL, which no process refuses",
@@ -60,7 +60,6 @@ ALLOWED = {
     "everroll/simulation/engine.py:generate:wait": "a paused engine holds calls, whose callers have timeouts",
     "everroll/simulation/engine.py:_generate:acquire": "a full engine queues calls, whose callers have timeouts",
     "everroll/simulation/engine.py:_spend:wait": "a paused engine holds calls, whose callers have timeouts",
-    "everroll/simulation/engine_app.py:_unless_disconnected:wait": "ends with the caller, whose call has a timeout",
 }
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hmac
 import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
@@ -14,9 +13,10 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp
 
 from everroll.engines.embedded.core import EngineCore, EngineStoppedError
+from everroll.engines.embedded.door import RequireKey, unless_disconnected
 from everroll.engines.embedded.sequence import Finish, FinishKind, SamplingParams, Sequence
 from everroll.engines.embedded.weights import WeightsRefusedError, load_weights
 from everroll.engines.embedded.wire import (
@@ -35,7 +35,6 @@ from everroll.engines.embedded.wire import (
 _LOGGER = logging.getLogger(__name__)
 _HEALTH_GENERATE_SECONDS = 20.0
 _CLIENT_GONE = 499
-_OPEN_PATHS = frozenset({"/health"})
 
 
 class EngineApp:
@@ -72,7 +71,7 @@ class EngineApp:
             return build(sequence)
         self._num_unfinished += 1
         try:
-            finished = await _unless_disconnected(request, self.core.generate(sequence))
+            finished = await unless_disconnected(request, self.core.generate(sequence))
         finally:
             self._num_unfinished -= 1
         if finished is None:
@@ -191,40 +190,9 @@ def build_app(handlers: EngineApp, core: EngineCore, api_key: str | None, more_r
             ClientDisconnect: _on_disconnect,
         },
     )
-    return app if api_key is None else _RequireKey(app, api_key)
-
-
-class _RequireKey:
-    """Answers 401 to requests without the API key, except for the health check."""
-
-    def __init__(self, app: ASGIApp, api_key: str) -> None:
-        self._app = app
-        self._expected = f"Bearer {api_key}".encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"] not in _OPEN_PATHS:
-            given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
-                await _error(401, "a valid API key is required as bearer token")(scope, receive, send)
-                return
-        await self._app(scope, receive, send)
-
-
-async def _unless_disconnected(request: Request, work: Awaitable[Sequence]) -> Sequence | None:
-    """The result of `work`, or None once the client is gone, in which case the work is cancelled."""
-    running = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request.receive))
-    try:
-        await asyncio.wait((running, gone), return_when=asyncio.FIRST_COMPLETED)
-        return running.result() if running.done() else None
-    finally:
-        for task in (running, gone):
-            task.cancel()
-
-
-async def _wait_for_disconnect(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    return (
+        app if api_key is None else RequireKey(app, api_key, _error(401, "a valid API key is required as bearer token"))
+    )
 
 
 async def _on_bad_request(request: Request, error: Exception) -> Response:
