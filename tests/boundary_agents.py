@@ -75,7 +75,7 @@ def block_the_thread(episode: Episode) -> float:
         time.sleep(4)
     headers = {"Authorization": f"Bearer {episode.api_key}"}
     body = {"model": episode.model, "messages": episode.prompt.messages}
-    httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=10).raise_for_status()
+    httpx.post(f"{episode.base_url}/chat/completions", json=body, headers=headers, timeout=60).raise_for_status()
     return float(episode.key.member % 2)
 
 
@@ -102,4 +102,4 @@ def _ask(episode: Episode, messages: list[dict[str, Any]]) -> httpx.Response:
     headers = {"Authorization": f"Bearer {episode.api_key}"}
     body = {"model": episode.model, "messages": messages}
     url = f"{episode.base_url}/chat/completions"
-    return httpx.post(url, json=body, headers=headers, timeout=20, trust_env=False)
+    return httpx.post(url, json=body, headers=headers, timeout=60, trust_env=False)

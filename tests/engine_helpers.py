@@ -120,7 +120,7 @@ def running_engine(checkpoint: Path, **settings: object) -> Iterator[str]:
         server = build_server(parsed, api_key=None)
         thread = threading.Thread(target=lambda: asyncio.run(server.serve(sockets=[listener])), daemon=True)
         thread.start()
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not server.started:
             assert thread.is_alive(), "the engine did not start"
             assert time.monotonic() < deadline, "the engine does not start"
@@ -129,7 +129,7 @@ def running_engine(checkpoint: Path, **settings: object) -> Iterator[str]:
             yield f"http://127.0.0.1:{listener.getsockname()[1]}"
         finally:
             server.should_exit = True
-            thread.join(timeout=20)
+            thread.join(timeout=60)
             assert not thread.is_alive(), "the engine did not stop"
 
 
@@ -166,7 +166,7 @@ class StepGate:
 
     async def open(self) -> None:
         """Wait until the engine stands still; it goes on with the next command."""
-        assert await asyncio.to_thread(self._holding.wait, 20), "the engine did not get so far"
+        assert await asyncio.to_thread(self._holding.wait, 60), "the engine did not get so far"
         self._count = None
 
 
@@ -177,7 +177,7 @@ async def engine_client(url: str, seconds: float = 60.0) -> AsyncIterator[SGLang
 
 
 async def wait_for_info(
-    url: str, wanted: Callable[[dict[str, Any]], bool], *, seconds: float = 20.0, api_key: str = ""
+    url: str, wanted: Callable[[dict[str, Any]], bool], *, seconds: float = 60.0, api_key: str = ""
 ) -> dict[str, Any]:
     """Ask the engine for its state until it is as wanted."""
     deadline = time.monotonic() + seconds

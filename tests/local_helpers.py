@@ -60,10 +60,10 @@ def supervisor(directory: StackDirectory, *services: str) -> Iterator[subprocess
     finally:
         if process.poll() is None:
             process.send_signal(signal.SIGKILL)
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Raises AssertionError when the condition is not met in time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -72,7 +72,7 @@ def wait_for(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 
 def wait_for_state(
-    directory: StackDirectory, condition: Callable[[StackState], bool], seconds: float = 30.0
+    directory: StackDirectory, condition: Callable[[StackState], bool], seconds: float = 60.0
 ) -> StackState:
     """The first state in the state file that meets the condition."""
     found: list[StackState] = []

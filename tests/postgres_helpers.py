@@ -32,11 +32,11 @@ def create_database() -> str:
 
 async def execute(url: str, sql: str) -> list[tuple[Any, ...]]:
     """Run one statement on a connection of its own."""
-    connection = await asyncpg.connect(url, timeout=10)
+    connection = await asyncpg.connect(url, timeout=60)
     try:
-        return [tuple(record) for record in await connection.fetch(sql, timeout=20)]
+        return [tuple(record) for record in await connection.fetch(sql, timeout=60)]
     finally:
-        await connection.close(timeout=5)
+        await connection.close(timeout=60)
 
 
 async def cut_connections(url: str) -> None:

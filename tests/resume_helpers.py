@@ -119,7 +119,7 @@ class RecordingSimulation(Simulation):
         run.append_metrics(request.step, result.metrics)
         run.write_record(AppliedStep(batch=request.batch, weights_sha256={}, result=result, mark=request.mark))
         if self.train_gate is not None:
-            await asyncio.wait_for(self.train_gate.wait(), 30)
+            await asyncio.wait_for(self.train_gate.wait(), 60)
         return result
 
     def _write(self, run: RunDirectory, step: int) -> None:
@@ -171,7 +171,7 @@ def run_temporal(directory: Path, port: int | None = None) -> Iterator[tuple[str
         yield f"127.0.0.1:{port}", process
     finally:
         process.kill()
-        process.wait(timeout=20)
+        process.wait(timeout=60)
 
 
 async def connect(address: str) -> EverrollClient:
@@ -213,7 +213,7 @@ def worker_process(
         yield process
     finally:
         process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 @contextlib.asynccontextmanager

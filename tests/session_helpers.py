@@ -114,7 +114,7 @@ class FakeEngine:
     base_url: str = ""
     _arrived: asyncio.Condition = field(default_factory=asyncio.Condition)
 
-    async def await_requests(self, count: int, seconds: float = 10) -> None:
+    async def await_requests(self, count: int, seconds: float = 60) -> None:
         """Wait until that many requests have come in all."""
         async with asyncio.timeout(seconds), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests) >= count)
@@ -331,11 +331,11 @@ async def run_stack(
     async with (
         open_app(values, renderer, ADMIN_KEY) as app,
         serve_app(app) as base_url,
-        build_http_client(read_seconds=20) as http,
+        build_http_client(read_seconds=60) as http,
     ):
         yield Stack(engines[0], http, base_url)
 
 
 def open_openai(handle: SessionHandle) -> openai.AsyncOpenAI:
     """The stock client, without retries of its own."""
-    return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0, timeout=20)
+    return openai.AsyncOpenAI(base_url=handle.base_url, api_key=handle.api_key, max_retries=0, timeout=60)

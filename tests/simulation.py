@@ -205,7 +205,7 @@ class Simulation:
     async def train_step(self, request: TrainRequest) -> TrainResult:
         self.trained.append(request)
         if self.train_gate is not None:
-            await asyncio.wait_for(self.train_gate.wait(), 30)
+            await asyncio.wait_for(self.train_gate.wait(), 60)
         weights = Weights(version=request.step, path=f"weights/{request.step}")
         return TrainResult(step=request.step, weights=weights, metrics={"loss": 0.5})
 

@@ -11,6 +11,7 @@ import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Sequence
 
+LOOPBACK = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16
 _CONNECT_SECONDS = 5.0
 
@@ -18,8 +19,9 @@ _CONNECT_SECONDS = 5.0
 class Link:
     """Relays one port to another of this machine. Use `open_link`."""
 
-    def __init__(self, name: str, target_port: int, count: Sequence[bytes] = ()) -> None:
+    def __init__(self, name: str, target_port: int, count: Sequence[bytes] = (), host: str = LOOPBACK) -> None:
         self.name = name
+        self.host = host
         self.port = 0
         self.counts: dict[bytes, int] = dict.fromkeys(count, 0)
         """How often each of these went from client to server."""
@@ -30,10 +32,15 @@ class Link:
         self._writers: set[asyncio.StreamWriter] = set()
         self._tasks: set[asyncio.Task[None]] = set()
 
+    @property
+    def address(self) -> str:
+        """host:port where it listens."""
+        return f"{self.host}:{self.port}"
+
     async def listen(self) -> None:
         """Take connections (again); the port stays the same."""
         if self._server is None:
-            self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+            self._server = await asyncio.start_server(self._serve, self.host, self.port)
             self.port = self._server.sockets[0].getsockname()[1]
 
     def reset(self) -> None:
@@ -69,7 +76,7 @@ class Link:
         self._writers.add(writer)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
-                far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._target_port)
+                far_reader, far_writer = await asyncio.open_connection(LOOPBACK, self._target_port)
         except (OSError, TimeoutError):
             self._drop(writer)
             return
@@ -109,8 +116,10 @@ class Link:
 
 
 @contextlib.asynccontextmanager
-async def open_link(name: str, target_port: int, count: Sequence[bytes] = ()) -> AsyncIterator[Link]:
-    link = Link(name, target_port, count)
+async def open_link(
+    name: str, target_port: int, count: Sequence[bytes] = (), host: str = LOOPBACK
+) -> AsyncIterator[Link]:
+    link = Link(name, target_port, count, host)
     await link.listen()
     try:
         yield link

@@ -30,7 +30,7 @@ from everroll.local.signals import InterruptedBySignalError, run_interruptibly
 from everroll.local.stack import LocalStack, run_stack
 from everroll.local.state import ProcessPhase, StackAddresses, StackDirectory, StackPhase, StackState
 from everroll.local.temporal_binary import find_temporal
-from tests.chaos.zygote import ForkedChild, Zygote
+from tests.chaos.zygote import NODE_VARIABLE, ForkedChild, Zygote
 
 ROOT = find_root()
 ADMIN_KEY = "chaos"
@@ -51,6 +51,12 @@ class StackPlan(BaseModel):
     temporal_links: dict[str, str]
     """Address at which a worker, by the name of its process, finds Temporal."""
     num_rollout_workers: int = 1
+    journal: Path
+    temporal_database: Path
+    node: Path | None = None
+    """Network namespace of `worker-rollout`; None for that of all others."""
+    environment: dict[str, str] = {}
+    """Of every process."""
     continue_as_new_events: int = 4096
     """Events after which the server suggests to continue as new."""
     deterministic: bool = True
@@ -67,8 +73,13 @@ def plan_stack(plan: StackPlan) -> list[ProcessSpec]:
         model=plan.model,
         task_queue=plan.addresses.task_queue,
     )
+    places = {
+        str(options.directory.absolute() / "sessions.sqlite"): str(plan.journal),
+        str(options.directory.absolute() / "temporal.sqlite"): str(plan.temporal_database),
+    }
     specs = plan_processes(options, plan.addresses, ADMIN_KEY)
-    return [changed for spec in specs for changed in _change(spec, plan)]
+    moved = [dataclasses.replace(spec, argv=tuple(places.get(part, part) for part in spec.argv)) for spec in specs]
+    return [changed for spec in moved for changed in _change(spec, plan)]
 
 
 def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
@@ -83,7 +94,8 @@ def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
         yield dataclasses.replace(spec, argv=tuple(plan.engine_link if part == engine else part for part in spec.argv))
     else:
         env = {**spec.env, "EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[spec.name], "EVERROLL_TORCH_THREADS": "1"}
-        yield dataclasses.replace(spec, env=env)
+        own = {NODE_VARIABLE: str(plan.node)} if plan.node is not None and spec.name == "worker-rollout" else {}
+        yield dataclasses.replace(spec, env=env | own)
         if spec.name == "worker-rollout":
             for number in range(2, plan.num_rollout_workers + 1):
                 yield dataclasses.replace(spec, name=f"{spec.name}-{number}", env=env)
@@ -123,10 +135,11 @@ class Stack:
         """Start the supervisor; `await_healthy` says when all is up."""
         self.directory.create()
         self._file.write_text(self.plan.model_dump_json())
+        env = os.environ | self.plan.environment
         with self._log.open("ab") as log:
             launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
             command = [*launcher, sys.executable, "-m", "tests.chaos.stack", str(self._file)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
+            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env)
 
     async def await_healthy(self) -> None:
         """Raises AssertionError when it does not come up."""

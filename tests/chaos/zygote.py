@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 
 from everroll.local import launch
 from everroll.local.identity import ProcessIdentity, identify
+from tests.chaos.node import enter_namespace
 
 PRELOADED = (
     "openai.resources.chat",
@@ -33,6 +34,8 @@ PRELOADED = (
     "worker.build",
 )
 """What the processes import, so that they find it there; not their main modules, which are run."""
+NODE_VARIABLE = "EVERROLL_CHAOS_NODE"
+"""Network namespace that a process enters before it becomes what it is to be."""
 _LOOK_SECONDS = 0.01
 _START_SECONDS = 120.0
 
@@ -94,6 +97,8 @@ def _become(wanted: dict[str, Any]) -> NoReturn:
             os.dup2(source, target)
         os.chdir(wanted["cwd"])
         os.environ.update(wanted["env"])
+        if NODE_VARIABLE in os.environ:
+            enter_namespace(Path(os.environ[NODE_VARIABLE]))
         argv = wanted["argv"]
         if argv[0] != sys.executable:
             os.execvp(argv[0], argv)

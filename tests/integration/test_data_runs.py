@@ -86,7 +86,7 @@ async def play_run(
     await client.start(build_spec(run_name, task_queue, **overrides))
     if killed:
         async with simulation.workers(client.temporal, task_queue):
-            await asyncio.wait_for(held.wait(), 30)
+            await asyncio.wait_for(held.wait(), 60)
     simulation.gate.set()
     async with simulation.workers(client.temporal, task_queue):
         await asyncio.wait_for(client.result(run_name), 100)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -43,7 +42,7 @@ def find_session(upstream: Upstream, url: str) -> str:
 
 
 async def wait_until(wanted: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if wanted():
                 return
@@ -147,15 +146,14 @@ async def test_an_engine_that_is_updating_is_waited_for_with_the_same_tokens(abo
 
 @pytest.mark.parametrize("abort", [False, True])
 async def test_the_wait_for_a_busy_engine_is_bounded(abort: bool) -> None:
+    """By the patience with busy engines: that of the whole turn is ten minutes."""
     async with run_wire_server(SGLANG) as server:
         be_busy(server, 1000, abort)
-        async with open_upstream([server.url], Patience(0.3, 10)) as upstream:
-            started = time.monotonic()
+        async with open_upstream([server.url], Patience(0.5, 600)) as upstream, asyncio.timeout(60):
             with pytest.raises(EngineAwayError, match="aborted the call" if abort else "503") as caught:
                 await upstream.generate("s", REQUEST)
-            assert 0.1 < time.monotonic() - started < 3
     assert caught.value.engine_url == server.url
-    assert len(server.bodies) > 2
+    assert len(server.bodies) > 1
 
 
 async def test_a_connection_that_breaks_under_an_update_is_tried_again() -> None:
@@ -182,21 +180,17 @@ async def test_a_broken_connection_is_tried_once_more_even_without_patience() ->
 async def test_an_engine_that_is_gone_is_not_waited_for() -> None:
     async with run_wire_server(SGLANG) as server:
         url = server.url
-    async with open_upstream([url], Patience(60, 60)) as upstream:
-        started = time.monotonic()
+    async with open_upstream([url], Patience(600, 600)) as upstream, asyncio.timeout(60):
         with pytest.raises(EngineAwayError, match=url):
             await upstream.generate("s", REQUEST)
-    assert time.monotonic() - started < 5
 
 
 async def test_a_turn_ends_in_time_whatever_the_engines_do() -> None:
     async with run_wire_server(SGLANG) as server, run_fault_proxy(server.url) as proxy:
         proxy.fault(Kind.STALL, "/generate", times=-1)
-        async with open_upstream([proxy.url], Patience(60, 0.5), call_seconds=60) as upstream:
-            started = time.monotonic()
+        async with open_upstream([proxy.url], Patience(600, 0.5), call_seconds=600) as upstream, asyncio.timeout(60):
             with pytest.raises(EngineAwayError, match=r"within 0\.5 s"):
                 await upstream.generate("s", REQUEST)
-            assert time.monotonic() - started < 5
 
 
 async def test_older_weights_than_the_session_needs_count_as_away() -> None:

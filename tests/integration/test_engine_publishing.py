@@ -114,7 +114,7 @@ async def test_a_first_publish_whose_answer_is_late_waits_for_the_path() -> None
 
 
 async def wait_for_loads(server: Any, count: int) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             if len(server.loads) >= count:
                 return

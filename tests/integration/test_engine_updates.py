@@ -280,7 +280,7 @@ async def test_a_forward_that_raises_fails_its_requests_and_not_the_engine(
         broken.setattr(ModelRunner, method, _raise_out_of_memory)
         for _ in range(3):
             calls = [engine.generate(GenerateRequest(f"r{index}", [*PROMPT, index, 1], 5)) for index in range(4)]
-            results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 20)
+            results = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 60)
             assert [type(result) for result in results] == [EngineUnavailableError] * 4
             assert all("out of memory" in str(result) and result.trouble == "failed" for result in results)  # type: ignore[union-attr]
         with pytest.raises(EngineUnavailableError, match="steps failed"):

@@ -63,14 +63,14 @@ def evaluated(simulation: Simulation) -> list[EpisodeRequest]:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not await condition():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.05)
@@ -398,7 +398,7 @@ async def test_a_cancelled_run_leaves_no_evaluation_behind(
         await client.cancel(run_name)
         handle = client.temporal.get_workflow_handle(names.evaluation_workflow_id(run_name, "eval", 0))
         with pytest.raises(WorkflowFailureError) as caught:
-            await asyncio.wait_for(handle.result(), 20)
+            await asyncio.wait_for(handle.result(), 60)
     assert isinstance(caught.value.cause, CancelledError)
 
 

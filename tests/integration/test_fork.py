@@ -12,7 +12,7 @@ from everroll.contracts.training import ForkOrigin, ResumeRequest
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, read_fates
 
-_SECONDS = 40
+_SECONDS = 60
 
 
 async def test_a_fork_has_the_cursor_of_its_step(

@@ -29,7 +29,7 @@ def demo(folder: Path, *options: str) -> Iterator[tuple[subprocess.Popen[str], S
     finally:
         if process.poll() is None:
             process.kill()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
 
 
 def wait_until_healthy(directory: StackDirectory) -> StackState:

@@ -146,7 +146,7 @@ async def test_a_group_whose_run_is_gone_samples_nothing_again(
         await client.temporal.get_workflow_handle(names.run_workflow_id(run_name)).terminate("by a person")
         gate.set()
         group = client.temporal.get_workflow_handle(names.group_workflow_id(run_name, 0), result_type=GroupResult)
-        result = await asyncio.wait_for(group.result(), 30)
+        result = await asyncio.wait_for(group.result(), 60)
     assert not result.is_trainable
     assert len(simulation.episodes) <= 6
     assert len(simulation.released) == len({request.key.session_id for request in simulation.episodes})

@@ -25,7 +25,7 @@ async def test_prometheus(temporal_server: TemporalServer, run_name: str, task_q
     async with simulation.workers(temporal, task_queue):
         await client.start(build_spec(run_name, task_queue, rollout={"on_unusable": "drop"}))
         await client.result(run_name)
-        async with httpx.AsyncClient(timeout=10) as http:
+        async with httpx.AsyncClient(timeout=60) as http:
             lines = (await http.get(f"http://{address}/metrics")).text.splitlines()
     series = {line.rsplit(" ", 1)[0]: float(line.rsplit(" ", 1)[1]) for line in lines if run_name in line}
 

@@ -19,7 +19,7 @@ from everroll.contracts.training import Phase
 from everroll.survey import survey_run
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
-_WAIT_SECONDS = 30.0
+_WAIT_SECONDS = 60.0
 
 
 async def wait_for_status(client: EverrollClient, run: str, condition: Callable[[RunView], bool]) -> RunView:

@@ -160,7 +160,7 @@ async def test_on_hold_no_episode_starts(client: EverrollClient, run_name: str, 
 
 async def wait_for_hold(handle: WorkflowHandle[Any, Any]) -> None:
     """Until the group's history holds the signal, and a task has taken it in."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             events = [event async for event in handle.fetch_history_events()]
             kinds = [event.event_type for event in events]
@@ -193,7 +193,7 @@ async def test_a_probe_waits_for_a_good_answer() -> None:
     async with server, build_http_client() as http:
         probe = HealthActivities(cast("Client", None), http).await_server
         request = AwaitServerRequest(server=url, probe_seconds=0.01)
-        await asyncio.wait_for(ActivityEnvironment().run(probe, request), 30)
+        await asyncio.wait_for(ActivityEnvironment().run(probe, request), 60)
     assert next(answers, None) is None
 
 
@@ -438,7 +438,7 @@ async def test_a_group_that_starts_while_the_run_is_paused_is_on_hold(
         kinds = [event.event_type async for event in handle.fetch_history_events()]
         assert EventType.EVENT_TYPE_ACTIVITY_TASK_SCHEDULED not in kinds
         await handle.signal(names.SIGNAL_HOLD, HoldRequest(number=4, held=False))
-        await asyncio.wait_for(handle.result(), 30)
+        await asyncio.wait_for(handle.result(), 60)
     assert len(simulation.episodes) == 2
 
 
@@ -466,7 +466,7 @@ async def test_a_group_admitted_just_before_a_pause_starts_on_hold(
     steering.append(asyncio.create_task(client.pause(run_name, "after all")))
     await asyncio.sleep(0.5)
     async with simulation.workers(client.temporal, task_queue):
-        await asyncio.wait_for(asyncio.gather(*steering), 30)
+        await asyncio.wait_for(asyncio.gather(*steering), 60)
         for group in range(2):
             await wait_for_start(client.temporal.get_workflow_handle(names.group_workflow_id(run_name, group)))
         await asyncio.sleep(0.5)
@@ -478,7 +478,7 @@ async def test_a_group_admitted_just_before_a_pause_starts_on_hold(
 
 async def wait_for_start(handle: WorkflowHandle[Any, Any]) -> None:
     """Until its first task is done."""
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             with contextlib.suppress(RPCError):
                 events = [event async for event in handle.fetch_history_events()]

@@ -40,7 +40,7 @@ async def test_temporal_workflow_start(
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
         )
-        output, _ = await asyncio.wait_for(process.communicate(), 30)
+        output, _ = await asyncio.wait_for(process.communicate(), 60)
         assert process.returncode == 0, output.decode()
         result = await asyncio.wait_for(plain.get_workflow_handle(f"everroll/{run_name}").result(), 60)
     assert result["steps"] == 2

@@ -19,7 +19,7 @@ from tests.integration.test_orchestration import wait_for_status
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 from tests.simulation import succeed
 
-_SECONDS = 40
+_SECONDS = 60
 
 
 async def resume(client: EverrollClient, spec: RunSpec, **values: object) -> TrainingRunResult:

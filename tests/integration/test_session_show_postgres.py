@@ -23,15 +23,15 @@ async def _copy(source: Path, url: str) -> None:
     """Every row of the three tables, by column name."""
     journal = await open_journal(url)
     await journal.close()
-    connection = await asyncpg.connect(url, timeout=10)
+    connection = await asyncpg.connect(url, timeout=60)
     with closing(sqlite3.connect(source)) as old:
         for table in TABLES:
             rows = old.execute(f"SELECT * FROM {table}")
             columns = [column[0] for column in rows.description]
             places = ", ".join(f"${number}" for number in range(1, len(columns) + 1))
             sql = f"INSERT INTO {table} ({', '.join(columns)}) VALUES ({places})"
-            await connection.executemany(sql, rows.fetchall(), timeout=20)
-    await connection.close(timeout=5)
+            await connection.executemany(sql, rows.fetchall(), timeout=60)
+    await connection.close(timeout=60)
 
 
 async def _read_all(reader: JournalReader) -> list[object]:

@@ -88,7 +88,7 @@ async def break_off(port: int, times: int) -> None:
         left.release()
 
     async with await asyncio.start_server(close, "127.0.0.1", port):
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             for _ in range(times):
                 await left.acquire()
 

@@ -61,7 +61,7 @@ async def stack(engine: FakeEngine, tmp_path: Path) -> AsyncIterator[Stack]:
 
 def open_anthropic(handle: SessionHandle) -> anthropic.AsyncAnthropic:
     base_url = handle.base_url.removesuffix("/v1")
-    return anthropic.AsyncAnthropic(base_url=base_url, api_key=handle.api_key, max_retries=0, timeout=20)
+    return anthropic.AsyncAnthropic(base_url=base_url, api_key=handle.api_key, max_retries=0, timeout=60)
 
 
 async def test_a_tool_loop_with_streams_and_a_kill_in_between(engine: FakeEngine, tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ async def test_the_blocking_client(stack: Stack) -> None:
 
 def talk(handle: SessionHandle) -> None:
     base_url = handle.base_url.removesuffix("/v1")
-    with anthropic.Anthropic(base_url=base_url, api_key=handle.api_key, timeout=20) as agent:
+    with anthropic.Anthropic(base_url=base_url, api_key=handle.api_key, timeout=60) as agent:
         messages: list[Any] = [{"role": "user", "content": "hi"}]
         first = agent.messages.create(model="m", max_tokens=5, messages=messages)
         assert [block.type for block in first.content] == ["text"]

@@ -30,7 +30,7 @@ async def play_episode(handle: SessionHandle, progress: asyncio.Semaphore) -> No
     """A stock client that retries as its users configure it; each turn waits for leave, so that kills fall between."""
     messages: list = [{"role": "user", "content": f"hello from {handle.session_id}"}]
     async with openai.AsyncOpenAI(
-        base_url=handle.base_url, api_key=handle.api_key, max_retries=1000, timeout=20
+        base_url=handle.base_url, api_key=handle.api_key, max_retries=1000, timeout=60
     ) as agent:
         for turn in range(NUM_TURNS):
             await progress.acquire()

@@ -87,7 +87,7 @@ async def cluster(engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, u
     settings = SessionServerSettings(
         model=model_section(model_dir), engine_urls=[engine.base_url], journal=url, lease_seconds=1
     )
-    async with build_http_client(read_seconds=20) as http:
+    async with build_http_client(read_seconds=60) as http:
         yield Cluster(renderer, settings, engine, http)
 
 

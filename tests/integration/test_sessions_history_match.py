@@ -54,7 +54,7 @@ async def run_matching(directory: Path, history_match: str) -> AsyncIterator[Sta
         async with (
             open_app(settings, load_renderer(settings.model), ADMIN_KEY) as app,
             serve_app(app) as base_url,
-            build_http_client(read_seconds=20) as http,
+            build_http_client(read_seconds=60) as http,
         ):
             yield Stack(engine, http, base_url)
 

@@ -38,7 +38,7 @@ async def servers(tmp_path: Path) -> AsyncIterator[tuple[Stack, Stack]]:
     renderer = load_renderer(model_section(model_dir))
     first_listener, second_listener = listen("127.0.0.1", 0), listen("127.0.0.1", 0)
     urls = [f"http://127.0.0.1:{each.getsockname()[1]}" for each in (first_listener, second_listener)]
-    async with run_fake_engine("one", "two", "three", "four") as engine, build_http_client(read_seconds=20) as http:
+    async with run_fake_engine("one", "two", "three", "four") as engine, build_http_client(read_seconds=60) as http:
         settings = SessionServerSettings(
             model=model_section(model_dir),
             engine_urls=[engine.base_url],
@@ -63,7 +63,7 @@ async def test_anthropic_clients_are_relayed(servers: tuple[Stack, Stack]) -> No
     await owner.open()
     handle = await other.open()
     base_url = handle.base_url.removesuffix("/v1")
-    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=handle.api_key, max_retries=0, timeout=20) as agent:
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key=handle.api_key, max_retries=0, timeout=60) as agent:
         ask: Any = {"model": "m", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
         async with agent.messages.stream(**ask) as stream:  # its key goes as x-api-key
             assert [text async for text in stream.text_stream] == ["one"]
@@ -71,7 +71,7 @@ async def test_anthropic_clients_are_relayed(servers: tuple[Stack, Stack]) -> No
         assert (await agent.messages.count_tokens(model="m", messages=ask["messages"])).input_tokens > 0
         assert (await agent.models.list()).data[0].id == "model"
     assert asked(owner.engine) == 1
-    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="es-0-0", max_retries=0, timeout=20) as stranger:
+    async with anthropic.AsyncAnthropic(base_url=base_url, api_key="es-0-0", max_retries=0, timeout=60) as stranger:
         with pytest.raises(anthropic.AuthenticationError):
             await stranger.messages.create(**ask)
     assert await owner.texts() == ["one|"]

@@ -129,7 +129,7 @@ async def test_the_blocking_client(stack: Stack) -> None:
 
 
 def talk(handle: SessionHandle) -> None:
-    with openai.OpenAI(base_url=handle.base_url, api_key=handle.api_key, timeout=20) as agent:
+    with openai.OpenAI(base_url=handle.base_url, api_key=handle.api_key, timeout=60) as agent:
         first = agent.responses.create(model="m", input="hi")
         with agent.responses.stream(model="m", input="more", previous_response_id=first.id) as stream:
             assert stream.get_final_response().output_text == "no"

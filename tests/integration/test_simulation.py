@@ -112,7 +112,7 @@ async def test_it_behaves_as_it_is_told(model_dir: Path) -> None:
 
 
 async def _wait_until_running(url: str, session: aiohttp.ClientSession) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while True:
             async with session.get(f"{url}/model_info") as response:
                 if (await response.json())["num_running"]:

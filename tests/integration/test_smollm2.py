@@ -81,5 +81,5 @@ def test_one_step_end_to_end(home: Path) -> None:
     assert any(not torch.equal(before[name], after[name]) for name in before)
     state = json.loads((home / ".everroll/stack.json").read_text())
     url = state["addresses"]["engine_urls"][0]
-    info = httpx.get(f"{url}/get_model_info", timeout=30).raise_for_status().json()
+    info = httpx.get(f"{url}/get_model_info", timeout=60).raise_for_status().json()
     assert info["model_path"] == str(run / "weights/step_000001")

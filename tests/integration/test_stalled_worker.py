@@ -35,12 +35,12 @@ async def rollout_worker(server: TemporalServer, task_queue: str, log: Path) -> 
         yield process.pid
     finally:
         process.kill()
-        await asyncio.wait_for(process.wait(), 10)
+        await asyncio.wait_for(process.wait(), 60)
 
 
 async def wait_for_files(directory: Path, pattern: str, count: int) -> list[str]:
     """Contents of so many files, ordered by name."""
-    deadline = time.monotonic() + 40
+    deadline = time.monotonic() + 60
     while len(found := read_files(directory, pattern)) < count or not all(found):
         assert time.monotonic() < deadline, (pattern, found)
         await asyncio.sleep(0.02)

@@ -21,7 +21,7 @@ from tests.integration.test_orchestration import wait_for_status
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 
-_SECONDS = 40
+_SECONDS = 60
 
 
 async def command(server: TemporalServer, *arguments: str) -> tuple[int, str]:

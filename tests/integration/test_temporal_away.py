@@ -90,7 +90,7 @@ async def test_waiting_for_groups_outlasts_an_outage_of_temporal(
 async def wait_for_attempt(client: EverrollClient, run_name: str, attempt: int) -> None:
     """Until the run's wait for its groups is tried for so many times."""
     handle = client.temporal.get_workflow_handle(names.run_workflow_id(run_name))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while True:
             pending = (await handle.describe()).raw_description.pending_activities
             found = [item for item in pending if item.activity_type.name == names.AWAIT_GROUPS]

@@ -224,7 +224,7 @@ def test_a_silent_process_is_noticed_in_the_middle_of_a_step(server: ForkServer,
     wait_for_record(tmp_path, 1)
     os.kill(ranks[1].process, signal.SIGSTOP)
     try:
-        assert ranks[0].wait(seconds=30) == 1
+        assert ranks[0].wait(seconds=60) == 1
         ranks[0].read_until("LostRankError: rank 0 of 2: rank 1 was lost")
     finally:
         os.kill(ranks[1].process, signal.SIGKILL)

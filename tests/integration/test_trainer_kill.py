@@ -49,7 +49,7 @@ def driver() -> Iterator[Driver]:
     yield driver
     assert driver.process.stdin is not None
     driver.process.stdin.close()
-    driver.process.wait(timeout=30)
+    driver.process.wait(timeout=60)
     assert driver.process.stdout is not None
     driver.process.stdout.close()
 

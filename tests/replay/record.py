@@ -89,7 +89,7 @@ def run_server(directory: str) -> Iterator[str]:
         yield f"127.0.0.1:{port}"
     finally:
         server.terminate()
-        server.wait(timeout=20)
+        server.wait(timeout=60)
 
 
 async def record_all(address: str, only: str | None) -> dict[str, bytes]:

@@ -132,7 +132,7 @@ async def test_cancelling_ends_the_command_and_its_children(episode: Episode, tm
         f"os.rename({str(pids)!r} + '.tmp', {str(pids)!r}); time.sleep(100)"
     )
     task = asyncio.create_task(run_agent(command(script), episode))
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while not pids.exists():
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)

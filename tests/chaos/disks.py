@@ -1,0 +1,41 @@
+"""Small file systems of their own for what a run keeps, each of which can run full."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+
+from tests.chaos.machine import call
+
+DISKS = ("journal", "store", "runs", "temporal")
+"""Of the session server, of samples, of the trainer (run directories with their checkpoints), of Temporal."""
+_SIZE = "96m"
+_BALLAST = "ballast"
+_CHUNK_BYTES = 1 << 20
+
+
+@contextlib.contextmanager
+def open_disks(parent: Path, *, mounted: bool) -> Iterator[None]:
+    """The directories of `DISKS` below `parent`: file systems in memory if `mounted` (only inside of `machine`)."""
+    with contextlib.ExitStack() as resources:
+        for name in DISKS:
+            directory = parent / name
+            directory.mkdir(parents=True, exist_ok=True)
+            if mounted:
+                call("mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(directory))
+                resources.callback(call, "umount", "--lazy", str(directory))
+        yield
+
+
+def fill(disk: Path) -> None:
+    """Write until there is no room, the last bytes too."""
+    with (disk / _BALLAST).open("wb", buffering=0) as file:
+        for size in (_CHUNK_BYTES, 4096, 1):
+            with contextlib.suppress(OSError):
+                while file.write(b"\0" * size):
+                    pass
+
+
+def empty(disk: Path) -> None:
+    (disk / _BALLAST).unlink(missing_ok=True)
