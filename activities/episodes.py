@@ -42,9 +42,10 @@ class EpisodeActivities:
                     request.key.session_id,
                     request.sampling,
                     request.seed,
-                    _attempt(),
+                    activity.info().attempt,
                     request.min_weight_version,
                     request.key.run,
+                    _series(),
                 ),
                 request.transport_attempts,
                 request.session_url,
@@ -80,9 +81,10 @@ class EpisodeActivities:
         )
 
 
-def _attempt() -> int:
-    """Grows with every attempt, also over workflow resets, and is one number within each: the server's clock."""
-    return int(activity.info().started_time.timestamp() * 1000)
+def _series() -> str:
+    """Within what Temporal counts attempts: another one after a reset of the workflow."""
+    info = activity.info()
+    return f"{info.workflow_run_id}/{info.activity_id}"
 
 
 def _build_failure(request: EpisodeRequest, prompt: Prompt, kind: CauseKind, error: str, message: str) -> EpisodeReport:

@@ -76,6 +76,7 @@ class CreateBody(Spec):
     sampling: SamplingSpec | None = None
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     attempt: int | None = Field(default=None, ge=0, lt=2**53)
+    series: str | None = Field(default=None, min_length=1, max_length=200)
     min_weight_version: int | None = Field(default=None, ge=0, lt=2**31)
     run: str | None = Field(default=None, max_length=200)
 
@@ -116,7 +117,7 @@ class SessionApp:
         self._admit_admin(request)
         body = _validate(CreateBody, await self._read_object(request, empty_is_object=True))
         session = await self.core.create(
-            body.session_id, body.sampling, body.seed, body.attempt, body.min_weight_version, body.run
+            body.session_id, body.sampling, body.seed, body.attempt, body.min_weight_version, body.run, body.series
         )
         session_id = session.record.session_id
         api_key = derive_session_key(self.admin_key, session_id, session.record.attempt)

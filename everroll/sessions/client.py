@@ -75,8 +75,11 @@ class SessionClient:
         attempt: int | None = None,
         min_weight_version: int | None = None,
         run: str | None = None,
+        series: str | None = None,
     ) -> SessionHandle:
         """Create the session, or open it again; `attempt` grows with each attempt at the episode.
+
+        With a `series` it need only grow within that, and a new series takes over from those before.
 
         No turn is sampled by weights older than `min_weight_version`. `run` is the run it belongs to, where its id does
         not say so as `<run>-<group>-<member>-<attempt>` does.
@@ -88,6 +91,7 @@ class SessionClient:
             "attempt": attempt,
             "min_weight_version": min_weight_version,
             "run": run,
+            "series": series,
         }
         answer = parse_json(await self._call("POST", "/sessions", body))
         api_key, num_turns = answer.get("api_key"), answer.get("num_turns")

@@ -22,6 +22,7 @@ from pydantic_core import from_json
 
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.spec import SamplingSpec
+from everroll.sessions.attempts import admit_attempt
 from everroll.sessions.digest import digest_turns
 from everroll.sessions.errors import (
     AssemblyError,
@@ -93,13 +94,15 @@ class SessionCore:
         attempt: int | None = None,
         min_weight_version: int | None = None,
         run: str | None = None,
+        series: str | None = None,
     ) -> Session:
         """Create a session, or open it again with everything recorded so far.
 
-        `attempt` grows with each attempt at the episode. A later one takes over: the keys of earlier attempts take no
-        further turns, and only turns that the latest attempt makes or is served again are collected. No turn will be
-        sampled by weights older than `min_weight_version`. `run` is the run whose end its retention goes by; by default
-        the one that a session's id of the form `<run>-<group>-<member>-<attempt>` names.
+        `attempt` grows with each attempt at the episode, within its `series` if there is one (see `attempts`). A later
+        one takes over: the keys of earlier attempts take no further turns, and only turns that the latest attempt makes
+        or is served again are collected. No turn will be sampled by weights older than `min_weight_version`. `run` is
+        the run whose end its retention goes by; by default the one that a session's id of the form
+        `<run>-<group>-<member>-<attempt>` names.
 
         Raises:
             BadRequestError: not a session id.
@@ -117,17 +120,15 @@ class SessionCore:
             if session is None:
                 if self._storage is not None:
                     self._storage.refuse_when_full()
-                session = await self._held.create(
-                    SessionRecord(
-                        session_id,
-                        sampling or SamplingSpec(),
-                        seed or 0,
-                        created_at=time.time(),
-                        attempt=attempt or 0,
-                        min_weight_version=min_weight_version or 0,
-                        run=_name_run(session_id) if run is None else run,
-                    )
+                record = SessionRecord(
+                    session_id,
+                    sampling or SamplingSpec(),
+                    seed or 0,
+                    created_at=time.time(),
+                    min_weight_version=min_weight_version or 0,
+                    run=_name_run(session_id) if run is None else run,
                 )
+                session = await self._held.create(admit_attempt(record, attempt, series))
             record = session.record
             _refuse_released(record)
             if sampling not in (None, record.sampling):
@@ -136,12 +137,10 @@ class SessionCore:
                 raise ConflictError(f"session {session_id} exists with another seed: {record.seed}")
             if min_weight_version not in (None, record.min_weight_version):
                 raise ConflictError(f"session {session_id} exists for weight version {record.min_weight_version} on")
-            if attempt is not None and attempt < record.attempt:
-                raise ConflictError(f"session {session_id} was opened by a later attempt than {attempt}")
-            if attempt is not None and attempt > record.attempt:
-                session.record = dataclasses.replace(record, attempt=attempt)
+            session.record = admit_attempt(record, attempt, series)
+            if session.record != record:
                 with self._held.forgetting(session):
-                    await self._journal.set_attempt(session.claim, attempt, record.run)
+                    await self._journal.set_attempt(session.claim, session.record)
             self._held.note_use(session)
             return session
 

@@ -23,6 +23,7 @@ from everroll.sessions.journal_rows import (
     TURN_COLUMNS,
     decode_session,
     decode_turn,
+    encode_series,
     encode_session,
     encode_turn,
 )
@@ -58,7 +59,7 @@ _TOUCH_TURN = (
 )
 _DISOWN_TURN = f"UPDATE turns SET session_id = {_FENCE}, attempt = $4 WHERE session_id = $1 AND turn_index = $3"
 _SET = "UPDATE sessions SET epoch = CASE WHEN epoch = $2 THEN epoch END, {{}} WHERE session_id = $1"
-_SET_ATTEMPT = _SET.replace("{{}}", "attempt = $3, used_at = {now}")
+_SET_ATTEMPT = _SET.replace("{{}}", "attempt = $3, series = $4, used_at = {now}")
 _SET_USED = _SET.replace("{{}}", "used_at = {now}")
 _SET_RELEASED = _SET.replace("{{}}", "released_at = $3")
 _SET_MAX_SEQ_LEN = _SET.replace("{{}}", "max_seq_len = $3")
@@ -151,9 +152,10 @@ class Journal:
         """Note that a turn reached nobody: it belongs to no attempt until it is asked for again."""
         await self.database.write(Statement(_DISOWN_TURN, (*_key(claim), index, NO_ATTEMPT)))
 
-    async def set_attempt(self, claim: Claim, attempt: int, run: str) -> None:
+    async def set_attempt(self, claim: Claim, record: SessionRecord) -> None:
         """Note a later attempt; its run goes on, whatever was said of its end."""
-        await self.database.write(Statement(_SET_ATTEMPT, (*_key(claim), attempt)), Statement(_FORGET_END, (run,)))
+        values = (*_key(claim), record.attempt, encode_series(record))
+        await self.database.write(Statement(_SET_ATTEMPT, values), Statement(_FORGET_END, (record.run,)))
 
     async def set_max_seq_len(self, claim: Claim, max_seq_len: int | None) -> None:
         """Note the length that samples were truncated to when they were collected last."""

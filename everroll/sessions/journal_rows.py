@@ -17,8 +17,10 @@ from everroll.sessions.database import Row
 from everroll.sessions.records import SessionRecord, Turn
 from everroll.tokens.assembly import TurnTokens
 
-SESSION_COLUMNS = "session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len"
-NUM_SESSION_COLUMNS = 9
+SESSION_COLUMNS = (
+    "session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len, series"
+)
+NUM_SESSION_COLUMNS = 10
 TURN_COLUMNS = (
     "turn_index, attempt, follows, extends, depth, prompt_key, request_key, history_key, added_ids, completion_ids, "
     "logprobs, weight_versions, finish_reason, messages, tools, reply, num_prompt_tokens, num_cached_tokens, seed, "
@@ -39,11 +41,16 @@ def encode_session(record: SessionRecord) -> Row:
         record.min_weight_version,
         record.run,
         record.max_seq_len,
+        encode_series(record),
     )
 
 
+def encode_series(record: SessionRecord) -> str:
+    return to_json(record.series).decode()
+
+
 def decode_session(row: Row) -> SessionRecord:
-    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len = row
+    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len, series = row
     return SessionRecord(
         session_id=session_id,
         sampling=SamplingSpec.model_validate_json(sampling),
@@ -54,6 +61,7 @@ def decode_session(row: Row) -> SessionRecord:
         min_weight_version=min_weight_version,
         run=run,
         max_seq_len=max_seq_len,
+        series=tuple((name, number) for name, number in from_json(series)),
     )
 
 

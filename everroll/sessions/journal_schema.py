@@ -41,7 +41,9 @@ _VERSION_2 = (
     "CREATE TABLE servers (server_id TEXT PRIMARY KEY, url TEXT NOT NULL, expires_at {real} NOT NULL)",
     "CREATE TABLE runs (run TEXT PRIMARY KEY, ended_at {real} NOT NULL)",
 )
-MIGRATIONS = (_VERSION_1, _VERSION_2)
+# Whose attempts opened a session: JSON, a list of pairs (see `everroll.sessions.attempts`).
+_VERSION_3 = ("ALTER TABLE sessions ADD COLUMN series TEXT NOT NULL DEFAULT '[]'",)
+MIGRATIONS = (_VERSION_1, _VERSION_2, _VERSION_3)
 
 
 def check_version(name: str, version: str | None) -> int:

@@ -25,6 +25,8 @@ class SessionRecord:
     """Seconds since 1970, as all times here."""
     attempt: int = 0
     """The attempt that opened the session last; grows."""
+    series: tuple[tuple[str, int], ...] = ()
+    """Where attempts are numbered by series (see `attempts`): each series in turn, with the latest number in it."""
     released_at: float | None = None
     min_weight_version: int = 0
     """No turn may be sampled by older weights."""

@@ -16,11 +16,12 @@ import pytest
 from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.spec import ModelSection, SamplingSpec
 from everroll.failures import ServerStatusError
-from everroll.sessions.client import CollectedSamples, EmptySamples
+from everroll.sessions.client import CollectedSamples, EmptySamples, SessionHandle
 from everroll.sessions.digest import digest_samples
 from everroll.tokens.renderer import ChatRenderer, load_renderer
 from tests.session_helpers import (
     ADMIN_KEY,
+    SAMPLING,
     USER,
     FakeEngine,
     Stack,
@@ -557,3 +558,24 @@ async def test_a_template_of_the_checkpoints_own_extends(engine: FakeEngine, tmp
         reply = await stack.chat(handle, USER)
         await stack.chat(handle, USER, reply, {"role": "user", "content": "more"})
         assert await stack.texts() == ["one|two|"]
+
+
+async def test_attempts_are_told_apart_without_a_clock(stack: Stack) -> None:
+    """A workflow that was reset counts from 1 again, and takes over; what it took over from is refused, and its key."""
+
+    async def open_attempt(number: int, series: str) -> SessionHandle:
+        return await stack.client.create("s", SAMPLING, 1, number, series=series)
+
+    stack.engine.replies = ["one", "x"]
+    first = await open_attempt(1, "a")
+    third = await open_attempt(3, "a")
+    await stack.chat(third, USER)
+    assert (await open_attempt(3, "a")).api_key == third.api_key
+    reset = await open_attempt(1, "b")
+    assert len({first.api_key, third.api_key, reset.api_key}) == 3
+    with pytest.raises(ServerStatusError, match="409"):
+        await open_attempt(4, "a")
+    assert (await stack.post(third, USER)).status_code == 409
+    await stack.chat(reset, USER)
+    assert len(stack.engine.requests) == 1, "what was recorded is served again"
+    assert await stack.texts() == ["one|"]

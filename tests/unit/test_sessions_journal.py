@@ -92,10 +92,11 @@ async def test_what_is_written_is_read_again_bit_for_bit(journal: Journal) -> No
         await journal.append_turn(FIRST, turn, attempt=0)
     await journal.touch_turn(FIRST, 1, attempt=4)
     await journal.touch_turn(FIRST, 1, attempt=3)
-    await journal.set_attempt(FIRST, 4, "r")
+    taken_over = dataclasses.replace(RECORD, attempt=4, series=(("execution/activity", 2),))
+    await journal.set_attempt(FIRST, taken_over)
     await journal.set_max_seq_len(FIRST, 99)
     session = await load(journal)
-    assert session.record == dataclasses.replace(RECORD, attempt=4, max_seq_len=99)
+    assert session.record == dataclasses.replace(taken_over, max_seq_len=99)
     assert [as_dict(turn) for turn in session.turns.values()] == [as_dict(turn) for turn in turns]
     assert session.attempts == {0: 0, 1: 4}
     assert session.next_index == 2
@@ -186,7 +187,7 @@ async def test_release_and_digest(journal: Journal) -> None:
 WRITES: list[Callable[[Journal, Claim], Any]] = [
     lambda journal, claim: journal.append_turn(claim, make_turn(1), attempt=0),
     lambda journal, claim: journal.touch_turn(claim, 0, attempt=9),
-    lambda journal, claim: journal.set_attempt(claim, 9, "r"),
+    lambda journal, claim: journal.set_attempt(claim, dataclasses.replace(RECORD, attempt=9)),
     lambda journal, claim: journal.set_max_seq_len(claim, 9),
     lambda journal, claim: journal.release_session(claim, 9.0),
 ]
