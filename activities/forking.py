@@ -78,6 +78,7 @@ def write_fork(origin: ForkOrigin, branch: Branch, spec: RunSpec, dataset: Datas
     try:
         _copy_steps(RunDirectory(Path(origin.run_dir)), RunDirectory(temporary), origin.step, branch.checkpoint)
         _copy_settled(Path(origin.run_dir), temporary, origin.step)
+        _copy_plans(Path(origin.run_dir), temporary, origin.step)
         RunRecordDirectory(temporary).write(
             RunRecord(spec=spec, dataset=dataset, executions=[execution_id], forked_from=origin)
         )
@@ -116,6 +117,14 @@ def _copy_settled(source: Path, target: Path, step: int) -> None:
     for group, result in RunRecordDirectory(source).read_settled().items():
         if group in wanted:
             directory.write_settled(result)
+
+
+def _copy_plans(source: Path, target: Path, step: int) -> None:
+    """What a curriculum had chosen by then: the blocks of which a group had started."""
+    cursor, directory = find_cursor(read_steps(source, step)), RunRecordDirectory(target)
+    for block in RunRecordDirectory(source).read_plans():
+        if block.first_group < cursor:
+            directory.append_plan(block)
 
 
 def find_settled(steps: dict[int, AppliedStep]) -> set[int]:

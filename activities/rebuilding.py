@@ -5,8 +5,11 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 
+from everroll.contracts.curriculum import PlannedBlock
 from everroll.contracts.rollout import DatasetRef, GroupResult
+from everroll.contracts.spec import CurriculumSpec
 from everroll.contracts.steering import MAX_STEERINGS, SteeringRecord
 from everroll.contracts.training import MAX_RECENT_STEPS, RunState, StepRecord
 from trainer.rundir import AppliedStep
@@ -21,6 +24,7 @@ def build_state(
     dataset: DatasetRef,
     num_dispensed: int = 0,
     in_flight: Iterable[int] = (),
+    planned: Plan | None = None,
     steerings: Sequence[SteeringRecord] = (),
     num_resumes: int = 0,
 ) -> RunState:
@@ -34,6 +38,7 @@ def build_state(
         settled: how groups were settled, as far as that is on record.
         num_dispensed: groups that are known to have started, besides those that the records tell of.
         in_flight: groups that still play.
+        planned: what the run's curriculum has chosen; None without one.
     """
     trained = find_trained(steps)
     dropped = {g: r for g, r in settled.items() if r.dropped is not None and g not in trained}
@@ -42,6 +47,7 @@ def build_state(
     next_group = max(find_cursor(steps), num_dispensed, *(g + 1 for g in (*trained, *settled, *playing)), 0)
     known = {*trained, *settled, *playing}
     replay = [group for group in range(next_group) if group not in known]
+    plan = (planned or Plan()).carry_on({*replay, *playing, *(r.group for r in ready)}, next_group)
     marked = {group for record in steps.values() if record.mark for group in record.mark.dropped}
     unusable: Counter[str] = Counter()
     for result in settled.values():
@@ -52,7 +58,8 @@ def build_state(
         next_group=next_group,
         replay=replay,
         num_resumes=num_resumes,
-        planned_until=min([*replay, next_group]),
+        planned=plan.prompts,
+        planned_until=plan.until if plan.prompts.keys() >= set(replay) else min([*replay, next_group]),
         in_flight=dict.fromkeys(playing, 0),
         ready=sorted(ready, key=lambda result: result.group),
         trained_groups=len(trained),
@@ -67,6 +74,41 @@ def build_state(
         steerings=list(steerings)[-MAX_STEERINGS:],
         num_steerings=steerings[-1].number if steerings else 0,
     )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a curriculum has chosen."""
+
+    prompts: dict[int, int] = field(default_factory=dict)
+    """Prompt by group."""
+    until: int = 0
+    """Groups below it, from the cursor on, need not be chosen again: the curriculum that chose is still the run's."""
+    current: frozenset[int] = frozenset()
+    """Groups that the run's present curriculum chose for."""
+
+    def carry_on(self, unsettled: set[int], next_group: int) -> Plan:
+        """What of it holds for a run whose cursor is at `next_group`.
+
+        Groups that were started keep the prompt they had. Those that were not are planned already only where the same
+        curriculum did it; then a resumed run plays what an undisturbed one would have played.
+        """
+        until = next_group
+        while until in self.current:
+            until += 1
+        wanted = unsettled | set(range(next_group, until))
+        return Plan({group: self.prompts[group] for group in sorted(wanted & self.prompts.keys())}, until)
+
+
+def build_plan(blocks: Sequence[PlannedBlock], curriculum: CurriculumSpec) -> Plan:
+    """From what is on record, oldest first."""
+    prompts, chosen_by = dict[int, int](), dict[int, CurriculumSpec]()
+    for block in blocks:
+        groups = range(block.first_group, block.first_group + len(block.prompts))
+        prompts |= zip(groups, block.prompts, strict=True)
+        chosen_by |= dict.fromkeys(groups, block.curriculum)
+    current = frozenset(group for group, choice in chosen_by.items() if choice == curriculum)
+    return Plan(prompts, current=current)
 
 
 def find_trained(steps: Mapping[int, AppliedStep]) -> dict[int, int]:

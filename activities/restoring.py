@@ -14,7 +14,7 @@ from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureEr
 from temporalio.service import RPCError, RPCStatusCode
 
 from activities.heartbeats import heartbeating
-from activities.rebuilding import build_state, find_cursor, find_trained
+from activities.rebuilding import build_plan, build_state, find_cursor, find_trained
 from everroll.contracts import names
 from everroll.contracts.rollout import GroupResult
 from everroll.contracts.training import RecordRunRequest, RestoreRunRequest, RestoreRunResult
@@ -30,6 +30,8 @@ _END_SECONDS = 20.0
 _CONCURRENCY = 16
 _PROBED_AHEAD = 64
 """Groups beyond the known cursor that are asked for at once; the search ends where none of them ever started."""
+_NO_GROUPS: dict[str, object] = {"next_group": 0, "replay": [], "planned_until": 0}
+"""Of a run that plays nothing: the groups in its batches are another run's."""
 
 
 class Life(Enum):
@@ -58,24 +60,27 @@ class RunDirectoryActivities:
             ConfigurationError: the directory's records cannot be read, or do not lead to the trainer's version.
         """
         directory = RunRecordDirectory(Path(request.run_dir))
+        record = directory.read()
+        if record is None:
+            raise ConfigurationError(f"{request.run_dir} holds no run.json")
         async with heartbeating("reading the run directory") as progress:
             steps = await asyncio.to_thread(read_steps, Path(request.run_dir), request.version)
             settled = await asyncio.to_thread(directory.read_settled)
             progress.report("looking for groups that still play")
             playing, num_dispensed = await self._find_groups(request, steps, settled)
             settled = await asyncio.to_thread(directory.read_settled)  # some may have ended meanwhile
-        record = directory.read()
-        if record is None:
-            raise ConfigurationError(f"{request.run_dir} holds no run.json")
         state = build_state(
             steps,
             settled,
             dataset=record.dataset,
             num_dispensed=num_dispensed,
             in_flight=playing,
+            planned=build_plan(directory.read_plans(), record.spec.data.curriculum),
             steerings=directory.read_steerings(),
             num_resumes=record.num_resumes,
         )
+        if record.spec.run.mode == "train":
+            state = state.model_copy(update=_NO_GROUPS)
         return RestoreRunResult(spec=record.spec, state=state)
 
     async def _find_groups(

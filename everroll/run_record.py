@@ -4,6 +4,7 @@ run.json                     what the run is: its settings as they hold now, its
 settled/group_00000012.json  how a group was settled: trainable, or dropped for a cause. Whoever settles it writes it
                              before the run hears of it; the run itself replaces it by a drop (stale, skipped)
 steering.jsonl               what was asked of the run, one line each
+curriculum.jsonl             what a curriculum chose, a line for each block of groups
 
 The trainer's part lies beside it (`trainer.rundir`): steps/step_000012.json says which groups a step has trained.
 Together they are the run's state: see docs/decisions/0007-a-runs-state-lies-in-its-directory.md.
@@ -15,15 +16,18 @@ import json
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from pydantic import Field, ValidationError
 
 from everroll.contracts.base import Payload
+from everroll.contracts.curriculum import PlannedBlock
 from everroll.contracts.rollout import DatasetRef, GroupResult
-from everroll.contracts.spec import RunSpec
+from everroll.contracts.spec import CurriculumSpec, RunSpec
 from everroll.contracts.steering import SteeringRecord
 from everroll.contracts.training import ForkOrigin
 from everroll.failures import ConfigurationError
+from everroll.records import append_once
 from everroll.store import write_durably
 
 _TAIL_BYTES = 1 << 16
@@ -62,6 +66,7 @@ class RunRecordDirectory:
         self._run = root / "run.json"
         self._settled = root / "settled"
         self._steering = root / "steering.jsonl"
+        self._curriculum = root / "curriculum.jsonl"
 
     def read(self) -> RunRecord | None:
         """None where no run has been recorded.
@@ -125,3 +130,40 @@ class RunRecordDirectory:
             return []
         lines = self._steering.read_bytes().splitlines(keepends=True)
         return [SteeringRecord.model_validate_json(line) for line in lines if line.endswith(b"\n")]
+
+    def append_plan(self, block: PlannedBlock) -> None:
+        """
+        Raises:
+            ConfigurationError: it cannot be written.
+        """
+        try:
+            append_once(self._curriculum, block.model_dump(mode="json"), lambda line: _is_plan(line, block))
+        except (OSError, ValueError) as error:
+            raise ConfigurationError(
+                f"{self._curriculum} cannot be written: {error}. "
+                "With a curriculum, rollout workers need the run directory"
+            ) from error
+
+    def read_plans(self) -> list[PlannedBlock]:
+        """All whole lines, oldest first; where two are about the same group, the later one holds.
+
+        Raises:
+            ConfigurationError: one cannot be read.
+        """
+        if not self._curriculum.exists():
+            return []
+        try:
+            lines = self._curriculum.read_bytes().splitlines(keepends=True)
+            return [PlannedBlock.model_validate_json(line) for line in lines if line.endswith(b"\n")]
+        except (OSError, ValidationError) as error:
+            raise ConfigurationError(f"{self._curriculum} cannot be read: {error}") from error
+
+    def read_plan(self, first_group: int, curriculum: CurriculumSpec) -> PlannedBlock | None:
+        """What this curriculum chose for the block that begins there."""
+        plans = [plan for plan in self.read_plans() if (plan.first_group, plan.curriculum) == (first_group, curriculum)]
+        return plans[-1] if plans else None
+
+
+def _is_plan(line: dict[str, Any], block: PlannedBlock) -> bool:
+    known = PlannedBlock.model_validate(line)
+    return (known.first_group, known.curriculum) == (block.first_group, block.curriculum)

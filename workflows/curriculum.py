@@ -50,6 +50,7 @@ class Curriculum:
                     dataset=state.dataset,
                     first_group=first,
                     steps=state.recent_steps if self._curriculum.use_steps else [],
+                    run_dir=f"{self._spec.run.output_dir}/{self._spec.run.name}",
                 ),
                 result_type=PlanResult,
                 task_queue=names.rollout_queue(self._spec.services.task_queue),

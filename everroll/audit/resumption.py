@@ -11,12 +11,14 @@ BY_RECORD = "settled before a resume, by record"
 _I1 = Invariant.SETTLED_ONCE
 
 
-def adopt_restored(account: Account, state: RunState, ended_last: list[int], findings: Findings) -> set[int]:
+def adopt_restored(
+    account: Account, state: RunState, ended_last: list[int], findings: Findings, *, plays: bool = True
+) -> set[int]:
     """Go on from the state that a resumed run started with; returns the groups that it is to play again.
 
     What an execution settled after its last event in the history (it was terminated, or its server was lost) is known
     from the records alone. What the history does tell must not be undone: a group that was trained or dropped is not
-    open again, and the cursor does not go back.
+    open again, and the cursor does not go back. A run that `plays` nothing has trained groups that are another run's.
     """
     _settle_steps(account, state)
     open_again = {*state.in_flight, *state.replay, *(result.group for result in state.ready)}
@@ -43,7 +45,8 @@ def adopt_restored(account: Account, state: RunState, ended_last: list[int], fin
         account.dispensed.setdefault(group, None)
         if group not in open_again:
             account.fates.setdefault(group, BY_RECORD)
-    _compare_counts(account, state, findings)
+    if plays:
+        _compare_counts(account, state, findings)
     return set(state.replay)
 
 

@@ -75,7 +75,8 @@ class _Fold:
             self._restored = True
             return  # its publishes are of a step that the next one begins with
         if generation.start is not None and self._restored:
-            self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings)
+            plays = self._history.spec.run.mode != "train"
+            self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings, plays=plays)
             self._skipping = set(generation.start.skipping)
             known = list(self.account.fates.values()).count("trained")
             self._num_trained_by_record = generation.start.trained_groups - known

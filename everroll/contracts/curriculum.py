@@ -18,6 +18,8 @@ class PlanRequest(Payload):
     first_group: int
     steps: list[StepRecord] = Field(default_factory=list)
     """The latest finished steps, oldest first; empty unless the run file asks for them."""
+    run_dir: str = ""
+    """Where the choice is kept, so that it holds when the run is resumed; empty: nowhere."""
 
 
 class PlanResult(Payload):
@@ -25,3 +27,11 @@ class PlanResult(Payload):
 
     prompts: list[int]
     """Prompt index of each group of the block."""
+
+
+class PlannedBlock(Payload):
+    """One line of `<run_dir>/curriculum.jsonl`: what was chosen, and by which curriculum."""
+
+    first_group: int
+    prompts: list[int]
+    curriculum: CurriculumSpec

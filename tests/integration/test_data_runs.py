@@ -17,6 +17,7 @@ from everroll.contracts.rollout import DatasetRef, EpisodeKey, EpisodeReport, Ep
 from everroll.data.curriculum import Block
 from everroll.http_client import build_http_client
 from everroll.prompts import DatasetCache, compute_prompt_index, load_dataset
+from tests.integration.test_orchestration import read_status
 from tests.simulation import Simulation, build_spec
 
 NUM_PROMPTS = 8
@@ -90,7 +91,7 @@ async def play_run(
     simulation.gate.set()
     async with simulation.workers(client.temporal, task_queue):
         await asyncio.wait_for(client.result(run_name), 100)
-        status = (await client.status(run_name)).status
+        status = (await read_status(client, run_name)).status
     assert status is not None
     return status.generation
 

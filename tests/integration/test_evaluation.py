@@ -27,7 +27,7 @@ from everroll.contracts.training import Phase
 from everroll.evaluate import evaluate_run
 from everroll.survey import survey_run
 from tests.integration.test_long_histories import grow_history
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
 
@@ -98,7 +98,7 @@ async def test_a_run_is_evaluated_by_schedule_and_at_its_end(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
         result = await asyncio.wait_for(client.result(run_name), 60)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
         history = await HistoryReader(client.temporal, run_name).read_run()
     assert result.steps == 3
     assert [record.version for record in result.evaluations] == [0, 2, 3]
@@ -298,7 +298,7 @@ async def test_a_person_asks_for_an_evaluation_while_the_run_goes_on(
         assert [(record.name, record.num_prompts) for record in more.records] == [("other", 2)]
         simulation.train_gate.set()
         result = await asyncio.wait_for(client.result(run_name), 60)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert [record.name for record in result.evaluations] == ["eval", "other"]
     assert view.status is not None
     assert [(done.action, done.by) for done in view.status.steerings][:1] == [("evaluate", "ada@box")]

@@ -9,6 +9,7 @@ import pytest
 
 from everroll.client import EverrollClient, RunExistsError, RunFailedError
 from everroll.contracts.training import ForkOrigin, ResumeRequest
+from tests.integration.test_orchestration import read_status
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, read_fates
 
@@ -27,13 +28,13 @@ async def test_a_fork_has_the_cursor_of_its_step(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
         await client.result(run_name)
-        original = (await client.status(run_name)).status
+        original = (await read_status(client, run_name)).status
         assert original is not None
         before = list(simulation.episodes)
         changes: dict[str, object] = {"learning_rate": 0.5, "max_staleness": 0}
         await client.fork(forked, origin, ResumeRequest(changes=changes, by="me@here"))
         result = await asyncio.wait_for(client.result(name), _SECONDS)
-        view = await client.status(name)
+        view = await read_status(client, name)
         with pytest.raises(RunExistsError, match="exists already"):
             await client.fork(forked, origin, ResumeRequest())
     assert result.steps == 3

@@ -32,6 +32,11 @@ async def wait_for_status(client: EverrollClient, run: str, condition: Callable[
         await asyncio.sleep(0.05)
 
 
+async def read_status(client: EverrollClient, run: str) -> RunView:
+    """The run's own account, which its worker gives: on a busy machine not always within the time of one query."""
+    return await wait_for_status(client, run, lambda view: view.status is not None)
+
+
 async def test_a_synchronous_run(client: EverrollClient, run_name: str, task_queue: str) -> None:
     simulation = Simulation()
     async with simulation.workers(client.temporal, task_queue):

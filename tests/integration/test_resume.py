@@ -15,7 +15,7 @@ from everroll.contracts.outcomes import ErrorType
 from everroll.contracts.rollout import EpisodeReport, EpisodeRequest
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import Phase, ResumeRequest, TrainingRunResult
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 from tests.simulation import succeed
 
@@ -54,7 +54,7 @@ async def test_a_failed_run_goes_on_where_it_was(
         broken = False
         before = list(simulation.episodes)
         result = await resume(client, spec)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.steps == 4
     assert result.trained_groups == 8
     assert simulation.trained_groups(run_name) == list(range(8))
@@ -129,7 +129,7 @@ async def test_a_cancelled_run_plays_its_lost_groups_first(
         before = len(simulation.episodes)
         simulation.held_from = None
         result = await resume(client, spec)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.trained_groups == 6
     assert [request.key.group for request in simulation.episodes[before:]] == [5, 5]
     assert view.status is not None

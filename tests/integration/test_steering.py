@@ -17,7 +17,7 @@ from everroll.client import EverrollClient, SteeringError
 from everroll.contracts import names
 from everroll.contracts.training import Phase, ResumeRequest
 from tests.conftest import TemporalServer
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
 
@@ -49,7 +49,7 @@ async def test_settings_change_under_a_live_run(
         assert "train.learning_rate = 0.25 (was 1e-06)" in text
         simulation.train_gate.set()
         await client.result(run_name)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert [request.train.learning_rate for request in simulation.trained] == [1e-6, 0.25, 0.25]
     sampling = {request.key.group: request.sampling for request in simulation.episodes}
     assert [sampling[group].temperature for group in range(6)] == [1.0] * 4 + [0.5] * 2
@@ -88,7 +88,7 @@ async def test_what_is_refused(client: EverrollClient, run_name: str, task_queue
             await client.pause(run_name, "two\nlines")
         with pytest.raises(SteeringError, match="not paused"):
             await client.resume(run_name)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
         assert view.status is not None
         assert view.status.steerings == []
         await client.stop(run_name)
@@ -110,7 +110,7 @@ async def test_length_concurrency_and_staleness(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
         await wait_for(lambda: len(simulation.episodes) == 2)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
         assert view.status is not None
         assert view.status.groups_in_flight == [0]
         await client.set_values(run_name, {"max_groups_in_flight": 3, "num_steps": 4, "max_staleness": 2})
@@ -176,7 +176,7 @@ async def test_a_pause_says_who_and_survives_continue_as_new(
         assert view.status.pause.message.endswith(": lunch")
         await client.resume(run_name)
         result = await asyncio.wait_for(client.result(run_name), _SECONDS)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.steps == 14
     assert view.status is not None
     assert view.status.generation >= 1
