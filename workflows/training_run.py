@@ -173,12 +173,12 @@ class TrainingRun:
             self._refuse_start(
                 f"run {self.spec.run.name} only played, and is not resumed: start another; what it stored stays of use"
             )
-        if self.spec.run.mode == "train" and (weights.version == 0 or self.restoring):
-            await self.calls.read_batch(self.spec.run.num_steps)  # all that it will need is there
-            self.state.weights, self.state.step, self.restoring = weights, weights.version, False
-            return
         if self.restoring:
             await self._restore(request, weights)
+        if self.spec.run.mode == "train" and weights.version == 0:
+            await self.calls.read_batch(self.spec.run.num_steps)  # all that it will need is there
+            self.state.weights = weights
+            return
         if weights.version > 0:
             self._refuse_start(
                 f"{self.spec.run.output_dir}/{self.spec.run.name} holds an earlier run of this name, at step "
@@ -200,7 +200,10 @@ class TrainingRun:
         end_groups = request.fork is not None or (request.resume is not None and request.resume.from_file)
         restored = await self.calls.restore_run(weights.version, end_groups)
         self.watchdog.note_progress()
-        await self.publisher.publish(weights)
+        if restored.spec.run.mode == "train":
+            await RunCalls(restored.spec).read_batch(restored.spec.run.num_steps)
+        else:
+            await self.publisher.publish(weights)
         # What came in meanwhile from groups that are still under way, and from people.
         kept = {"weights": weights, "stop_requested": self.state.stop_requested, "budget": self.state.budget}
         await self._continue_as_new(restored.spec, restored.state.model_copy(update=kept))
