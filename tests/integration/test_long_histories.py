@@ -16,7 +16,7 @@ from everroll.contracts.health import EpisodesReport
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import EpisodeReport, EpisodeRequest, GroupRequest, GroupResult
 from everroll.contracts.training import Phase
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.integration.test_pausing import flaky_simulation
 from tests.simulation import Simulation, build_spec, fail, succeed
 from workflows import policies
@@ -82,7 +82,7 @@ async def test_a_run_that_waits_continues_as_new(
         assert view.status.survey is not None
         simulation.gate.set()
         result = await asyncio.wait_for(client.result(run_name), 60)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.trained_groups == 2
     assert len(simulation.episodes) == 4
     assert view.status is not None

@@ -15,6 +15,7 @@ from everroll.client import EverrollClient, RunFailedError
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import TrainRequest
 from everroll.runfile import RunFileError, spec_from_mapping
+from tests.integration.test_orchestration import read_status
 from tests.simulation import Simulation, build_spec
 
 _NOBODY = "-nobody"
@@ -84,7 +85,7 @@ async def test_a_run_trains_what_another_has_played(
             build(tmp_path, other, task_queue, mode="train", batches_from=str(tmp_path / "runs" / run_name))
         )
         result = await client.result(other)
-        view = await client.status(other)
+        view = await read_status(client, other)
     assert (result.steps, result.trained_groups) == (2, 4)
     assert simulation.episodes == []
     assert simulation.published == []

@@ -42,7 +42,7 @@ async def test_a_synchronous_run(client: EverrollClient, run_name: str, task_que
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue))
         result = await client.result(run_name)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.steps == 2
     assert result.trained_groups == 4
     assert not result.stopped
@@ -110,7 +110,7 @@ async def test_drop_policy_drops_the_whole_group(client: EverrollClient, run_nam
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue, rollout={"on_unusable": "drop"}))
         result = await client.result(run_name)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.dropped_groups == {"transport": 1}
     assert len(simulation.episodes) == 5 * 2, "no member is sampled again"
     assert [[item.group for item in request.batch] for request in simulation.trained] == [[0, 2], [3, 4]]
@@ -184,7 +184,7 @@ async def test_a_terminal_failure_fails_the_run_at_once(client: EverrollClient, 
         await client.start(build_spec(run_name, task_queue))
         with pytest.raises(RunFailedError) as caught:
             await client.result(run_name)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert str(caught.value).startswith(f"RuntimeError: {text}")
     assert view.state == "failed"
     assert view.failure is not None

@@ -13,6 +13,7 @@ from everroll.contracts import names
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport, EpisodeRequest
 from tests.integration.test_audit_settlement import account_for
+from tests.integration.test_orchestration import read_status
 from tests.simulation import Collect, Simulation, build_spec, succeed
 
 _SECONDS = 60.0
@@ -104,7 +105,7 @@ async def test_stragglers_are_ended_and_keep_their_accounts(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue, rollout=rollout))
         result = await asyncio.wait_for(client.result(run_name), _SECONDS)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert batches(simulation)[0] == [0, 2]
     assert result.dropped_groups["straggler"] >= 1
     order = [event for event in simulation.events if event.endswith(" 1")]

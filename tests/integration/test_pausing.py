@@ -26,7 +26,7 @@ from everroll.contracts.training import Phase, PrepareTrainerRequest, PublishReq
 from everroll.engines.base import EngineUnavailableError, WeightUpdateError
 from everroll.http_client import build_http_client
 from everroll.local.ports import choose_port
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.simulation import Simulation, build_spec, fail, succeed
 
 PHASE = SearchAttributeKey.for_keyword(names.SEARCH_PHASE)
@@ -388,7 +388,7 @@ async def test_a_short_absence_of_an_engine_is_no_pause(client: EverrollClient, 
     async with simulation.workers(client.temporal, task_queue):
         await client.start(build_spec(run_name, task_queue))
         result = await asyncio.wait_for(client.result(run_name), 60)
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.steps == 2
     assert view.status is not None
     assert view.status.generation == 0

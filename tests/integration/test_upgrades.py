@@ -15,7 +15,7 @@ from everroll.client import EverrollClient
 from everroll.contracts import names
 from everroll.contracts.training import Phase, PublishRequest
 from tests.conftest import TemporalServer
-from tests.integration.test_orchestration import wait_for_status
+from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.simulation import Simulation, build_spec
 from worker.build import build_deployment_config
 from worker.settings import WorkerSettings, load_settings
@@ -80,7 +80,7 @@ async def test_a_run_moves_to_the_new_version_after_its_step(
             )
             result = await asyncio.wait_for(client.result(run_name), _SECONDS)
         assert await read_build_id(client, run_id) == "two"
-        view = await client.status(run_name)
+        view = await read_status(client, run_name)
     assert result.steps == 8
     assert view.status is not None
     assert view.status.generation == 1, "once is enough"
