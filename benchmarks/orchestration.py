@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from temporalio.client import Client
@@ -47,6 +48,8 @@ from everroll.local.plan import TEMPORAL_TUNING
 from everroll.local.ports import choose_port
 from everroll.local.temporal_binary import find_temporal
 from everroll.temporal import MAX_PAYLOAD_BYTES, install_runtime
+from worker.build import LIGHT_ACTIVITIES, MAX_CACHED_WORKFLOWS, MAX_WORKFLOW_TASKS
+from worker.settings import WorkerSettings
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
@@ -97,6 +100,7 @@ def run_server(directory: Path) -> Iterator[tuple[str, int]]:
 @contextlib.asynccontextmanager
 async def run_workers(client: Client) -> AsyncIterator[None]:
     """Workers for both programs, set up as those of `worker.build`."""
+    settings = WorkerSettings()
     queues: dict[str, list[Callable[..., object]]] = {
         QUEUE: [*EVERROLL_LIGHT, GroupActivities(client).await_groups, bare_activity],
         names.rollout_queue(QUEUE): [*EVERROLL_ROLLOUT, bare_activity],
@@ -110,8 +114,11 @@ async def run_workers(client: Client) -> AsyncIterator[None]:
                 workflows=[TrainingRun, RolloutGroup, BareRun, BareGroup] if queue == QUEUE else [],
                 activities=activities,
                 interceptors=[BoundaryInterceptor()],
-                max_cached_workflows=2000,
-                max_concurrent_activities=64 if queue == QUEUE else 256,
+                max_cached_workflows=MAX_CACHED_WORKFLOWS,
+                max_concurrent_workflow_tasks=MAX_WORKFLOW_TASKS,
+                max_concurrent_activities=LIGHT_ACTIVITIES if queue == QUEUE else 2 * settings.max_episodes,
+                sticky_queue_schedule_to_start_timeout=timedelta(seconds=settings.sticky_timeout_seconds),
+                max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
                 workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
                 activity_task_poller_behavior=PollerBehaviorAutoscaling(),
             )

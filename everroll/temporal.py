@@ -18,11 +18,11 @@ from temporalio.runtime import (
     TelemetryConfig,
     TelemetryFilter,
 )
-from temporalio.worker import WorkflowRunner
+from temporalio.worker import UnsandboxedWorkflowRunner, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
 from everroll.contracts.outcomes import ErrorType
-from everroll.workflow_runner import ContextFreeSandbox
+from everroll.workflow_runner import DirectRunner
 
 MAX_PAYLOAD_BYTES = 256 * 1024
 _PASSED_THROUGH = ("everroll.contracts", "pydantic", "pydantic_core", "annotated_types", "typing_extensions")
@@ -64,13 +64,21 @@ def build_data_converter() -> DataConverter:
     return DataConverter(payload_converter_class=PydanticPayloadConverter, payload_codec=PayloadGuard())
 
 
-def build_plugin() -> SimplePlugin:
-    """The plugin that clients, workers, replayers and test environments share."""
-    return SimplePlugin("everroll", data_converter=build_data_converter(), workflow_runner=_configure_runner)
+def build_plugin(*, sandboxed: bool = False) -> SimplePlugin:
+    """The plugin that clients, workers, replayers and test environments share.
+
+    `sandboxed`: run workflows in the SDK's sandbox, to see that they do nothing that it forbids.
+    """
+    configure = _configure_sandbox if sandboxed else _configure_runner
+    return SimplePlugin("everroll", data_converter=build_data_converter(), workflow_runner=configure)
 
 
 def _configure_runner(runner: WorkflowRunner | None) -> WorkflowRunner:
+    return DirectRunner(_configure_sandbox(runner), UnsandboxedWorkflowRunner())
+
+
+def _configure_sandbox(runner: WorkflowRunner | None) -> SandboxedWorkflowRunner:
     if not isinstance(runner, SandboxedWorkflowRunner):
-        raise TypeError(f"Everroll's workflows run in the sandbox, not in {runner!r}")
+        raise TypeError(f"Everroll's workflows are checked in the sandbox, not in {runner!r}")
     restrictions: SandboxRestrictions = runner.restrictions.with_passthrough_modules(*_PASSED_THROUGH)
-    return ContextFreeSandbox(restrictions=restrictions)
+    return SandboxedWorkflowRunner(restrictions=restrictions)

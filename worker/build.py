@@ -36,8 +36,12 @@ from workflows.training_run import TrainingRun
 if TYPE_CHECKING:
     from trainer.distributed.ranks import Ranks
 
-_MAX_CACHED_WORKFLOWS = 2000
-_LIGHT_ACTIVITIES = 64
+MAX_CACHED_WORKFLOWS = 2000
+MAX_WORKFLOW_TASKS = 16
+"""Under way at once. Each is a thread, and threads of one interpreter take turns: a hundred, the SDK's default, all
+become so slow on a busy machine that they miss their deadlines. Beyond these, tasks wait at the server, which is no
+failure."""
+LIGHT_ACTIVITIES = 64
 
 
 @contextlib.asynccontextmanager
@@ -96,8 +100,9 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
                 publishing.publish_weights,
             ],
             interceptors=[BoundaryInterceptor()],
-            max_cached_workflows=_MAX_CACHED_WORKFLOWS,
-            max_concurrent_activities=_LIGHT_ACTIVITIES,
+            max_cached_workflows=MAX_CACHED_WORKFLOWS,
+            max_concurrent_workflow_tasks=MAX_WORKFLOW_TASKS,
+            max_concurrent_activities=LIGHT_ACTIVITIES,
             sticky_queue_schedule_to_start_timeout=timedelta(seconds=settings.sticky_timeout_seconds),
             max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
             graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
