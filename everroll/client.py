@@ -39,6 +39,7 @@ from everroll.contracts.training import (
     TrainingRunRequest,
     TrainingRunResult,
 )
+from everroll.partial_history import REFUSAL
 from everroll.survey import find_groups, survey_run
 from everroll.temporal import build_plugin
 
@@ -61,6 +62,8 @@ _INDEXED_TYPES = {
 }
 _RPC_TIMEOUT = timedelta(seconds=10)
 _QUERY_TIMEOUT = timedelta(seconds=3)
+_QUERY_ATTEMPTS = 3
+"""When events come in just then."""
 _SURVEY_SECONDS = 4.0
 _STEER_TIMEOUT = timedelta(seconds=30)
 _STATES = {
@@ -409,6 +412,7 @@ class EverrollClient:
         handle: WorkflowHandle[object, TrainingRunResult],
         description: WorkflowExecutionDescription,
         timeout: timedelta,
+        attempt: int = 1,
     ) -> tuple[RunStatus | None, str | None]:
         try:
             return await handle.query(names.QUERY_STATUS, result_type=RunStatus, rpc_timeout=timeout), None
@@ -419,6 +423,8 @@ class EverrollClient:
                 f"no workflow worker of task queue {queue} answers; is one running? (python -m worker workflows)",
             )
         except temporalio.client.WorkflowQueryFailedError as error:
+            if REFUSAL in str(error) and attempt < _QUERY_ATTEMPTS:
+                return await self._query_status(handle, description, timeout, attempt + 1)
             return None, f"the run does not know its status yet: {error}"
 
     async def _take_survey(self, run: str) -> Survey | None:
