@@ -91,7 +91,7 @@ class Policy:
                 head: Callable[[Tensor], Tensor] = self.model.get_output_embeddings()
             else:
                 states = self.model(input_ids=batch.input_ids_BT, use_cache=False, **arguments).logits
-                head = _identity
+                head = torch.clone
             states_ND = states.flatten(0, 1)[batch.positions_N]
             return compute_token_logprobs(head, states_ND, batch.target_ids_N, batch.temperatures_N, self.vocab_size)
 
@@ -221,10 +221,6 @@ def _check_plain_head(model: Any, device: torch.device) -> bool:
     if not plain:
         _LOGGER.info("%s post-processes its logits; they are computed for all positions", type(model).__name__)
     return plain
-
-
-def _identity(states: Tensor) -> Tensor:
-    return states
 
 
 @contextlib.contextmanager

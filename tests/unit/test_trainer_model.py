@@ -92,8 +92,11 @@ def test_dropout_is_off_while_activations_are_recomputed() -> None:
     assert torch.equal(gradients[0], gradients[1])
 
 
-def test_chunks_change_neither_values_nor_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build_model()
+@pytest.mark.parametrize("build", [build_model, _build_gemma])
+def test_chunks_change_neither_values_nor_gradient(monkeypatch: pytest.MonkeyPatch, build: Any) -> None:
+    """Computed again in the backward pass, from the hidden states or from the model's own logits."""
+    torch.manual_seed(0)
+    model = build().eval()
     policy = Policy(model, torch.device("cpu"), CPU)
     _, micro = _microbatch(0.9)
     results = []
