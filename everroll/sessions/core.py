@@ -119,7 +119,7 @@ class SessionCore:
             session = await self._held.find(session_id)
             if session is None:
                 if self._storage is not None:
-                    self._storage.refuse_when_full()
+                    await self._storage.refuse_when_full()
                 record = SessionRecord(
                     session_id,
                     sampling or SamplingSpec(),

@@ -26,7 +26,12 @@ class StorageGauge:
             if used >= self._max_bytes:
                 self._full = f"it takes {used} bytes, the limit is {self._max_bytes}"
 
-    def refuse_when_full(self) -> None:
-        """Raises StorageFullError for a session that would be new; those that there are go on."""
+    async def refuse_when_full(self) -> None:
+        """Raises StorageFullError for a session that would be new; those that there are go on.
+
+        Before it refuses it looks again: a run that goes on because there is room now must not be told of yesterday.
+        """
+        if self._full:
+            await self.measure()
         if self._full:
             raise StorageFullError(f"journal {self._database.name} takes no new sessions: {self._full}")
