@@ -32,12 +32,18 @@ _DEFAULT_BEAT_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Post:
-    """An engine was told to load."""
+    """An engine was told to load. How long ago is what attempts have waited for it: no wall clock is asked."""
 
-    at: float
-    """Unix seconds."""
     old_version: int
     """What it served then."""
+    waited_before: float = 0.0
+    """Seconds, in earlier attempts."""
+    since: float = field(default_factory=time.monotonic)
+    """When this attempt began to wait."""
+
+    @property
+    def waited_seconds(self) -> float:
+        return self.waited_before + time.monotonic() - self.since
 
 
 @dataclass
@@ -55,14 +61,15 @@ class PublishLog:
         log = PublishLog(version)
         marks = details[1] if len(details) > 1 else None
         if isinstance(marks, dict):
-            log.posts = {str(url): Post(float(at), int(old)) for url, (at, old) in marks.items()}
+            log.posts = {str(url): Post(int(old), float(waited)) for url, (waited, old) in marks.items()}
         return log
 
     def beat(self) -> None:
-        activity.heartbeat(self.stage, {url: (post.at, post.old_version) for url, post in self.posts.items()})
+        marks = {url: (post.waited_seconds, post.old_version) for url, post in self.posts.items()}
+        activity.heartbeat(self.stage, marks)
 
     def note_post(self, url: str, old_version: int) -> None:
-        self.posts[url] = Post(time.time(), old_version)
+        self.posts[url] = Post(old_version)
         self.stage = f"{url} loads version {self.version}"
         self.beat()
 
@@ -122,7 +129,7 @@ class EngineUpdate:
                 await self._engine.resume()
                 return 0.0
             if post is not None and (serving is None or await self._is_at_it(post, serving.version)):
-                await self._await_weights(post.at + self._timeout_seconds * _LOADING_PATIENCE)
+                await self._await_weights(self._timeout_seconds * _LOADING_PATIENCE - post.waited_seconds)
             else:
                 await self._load(serving.version if serving else 0)
         except asyncio.CancelledError:
@@ -170,7 +177,7 @@ class EngineUpdate:
                 raise
             # A lost connection mostly means a dead engine; one that is only slow gets all the time there is.
             patience = _LOADING_PATIENCE if error.trouble == "timeout" else 1
-            await self._await_weights(time.time() + self._timeout_seconds * patience)
+            await self._await_weights(self._timeout_seconds * patience)
 
     async def _is_at_it(self, post: Post, version: int) -> bool:
         """Whether an engine that was told to load by an earlier attempt can still be loading.
@@ -180,8 +187,8 @@ class EngineUpdate:
         """
         return version == post.old_version and await self._engine.is_paused() is not False
 
-    async def _await_weights(self, until: float) -> None:
-        """Ask what the engine serves until it is the weights; `until` in Unix seconds.
+    async def _await_weights(self, seconds: float) -> None:
+        """Ask what the engine serves until it is the weights, for so long.
 
         Raises:
             EngineUnavailableError: nobody listens there any more: what it was loading is lost.
@@ -189,7 +196,8 @@ class EngineUpdate:
         """
         self._log.stage = f"waiting until {self._url} has loaded version {self._weights.version}"
         serving: Serving | None = None
-        while time.time() < until:
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
             try:
                 serving = await self._engine.serving()
             except EngineUnavailableError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from datetime import timedelta
@@ -75,6 +76,38 @@ async def test_an_update_that_takes_three_times_its_timeout_is_awaited() -> None
         await attempt.publish([server.url], seconds=0.3)
         assert (server.version, server.paused, len(server.loads)) == (18, False, 1)
         assert any("waiting until" in heartbeat[0] for heartbeat in attempt.heartbeats)
+
+
+@pytest.mark.parametrize("jump_seconds", [-86400.0, 86400.0])
+async def test_a_load_is_awaited_whatever_the_wall_clock_shows(
+    monkeypatch: pytest.MonkeyPatch, jump_seconds: float
+) -> None:
+    """The clock is set while the engine loads, within an attempt and between two."""
+    true_time = time.time
+    async with run_wire_server(SGLANG, load_seconds=0.8) as server:
+        first = Attempt()
+        lost = asyncio.ensure_future(first.publish([server.url], seconds=0.3))
+        await wait_for_loads(server, 1)
+        monkeypatch.setattr(time, "time", lambda: true_time() + jump_seconds)
+        first.environment.cancel(ActivityCancellationDetails(timed_out=True))
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        await Attempt(first.heartbeats[-1]).publish([server.url], seconds=0.3)
+        assert (server.version, server.paused, len(server.loads)) == (18, False, 1)
+
+
+async def test_an_attempt_goes_on_with_the_patience_that_is_left() -> None:
+    async with run_wire_server(SGLANG, load_seconds=30) as server:
+        first = Attempt()
+        lost = asyncio.ensure_future(first.publish([server.url], seconds=5))
+        await wait_for_loads(server, 1)
+        first.environment.cancel(ActivityCancellationDetails(timed_out=True))
+        with pytest.raises(asyncio.CancelledError):
+            await lost
+        stage, marks = first.heartbeats[-1]
+        waited = {url: (waited + 39.9, version) for url, (waited, version) in marks.items()}  # of 8 x 5 s
+        with pytest.raises(WeightUpdateError, match="long ago"):
+            await asyncio.wait_for(Attempt([stage, waited]).publish([server.url], seconds=5), 10)
 
 
 @pytest.mark.parametrize("tells_pause", [True, False])
