@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +38,8 @@ from everroll.local.state import ProcessState, StackDirectory
 from everroll.temporal import install_runtime
 
 _CONNECT_SECONDS = 30.0
-_END_SECONDS = 180.0
+_QUERY_TIMEOUT = timedelta(seconds=30)
+_END_SECONDS = 60.0
 _SAMPLE_SECONDS = (1.0, 15.0)
 _FAULTS = (
     "failed_workflow_tasks",
@@ -86,6 +88,7 @@ class Watch:
             episodes_in_flight=page.total(
                 "temporal_worker_task_slots_used", task_queue=queue, worker_type="ActivityWorker"
             ),
+            temporal_heap_bytes=page.total("memory_heapinuse", service_name="history"),
             temporal_bytes=measure_files(self._home / "temporal.sqlite"),
             journal_bytes=measure_files(self._home / "sessions.sqlite"),
             load_average=os.getloadavg()[0],
@@ -124,7 +127,7 @@ def read_processes(directory: StackDirectory) -> list[ProcessState]:
 
 async def _read_status(client: EverrollClient) -> RunStatus | None:
     for _ in range(5):
-        view = await client.status(RUN)
+        view = await client.status(RUN, _QUERY_TIMEOUT)
         if view.status is not None:
             return view.status
     return None

@@ -22,7 +22,10 @@ class Sample:
     counts: Counts
     episodes_in_flight: float
     """Slots that rollout workers have in use: episodes, and the odd collection."""
+    temporal_heap_bytes: float
+    """In use by the Temporal server: what of its memory is not the runtime's to give back."""
     temporal_bytes: int
+    """Of its database, as `journal_bytes` is of the session server's."""
     journal_bytes: int
     load_average: float
     """Of the machine, over the last minute."""
@@ -52,6 +55,7 @@ def render_row(sample: Sample, before: Sample) -> str:
         f"{sample.episodes_in_flight:7.0f} in flight",
         f"{counts.episodes / seconds:6.1f}/s",
         f"load {sample.load_average:5.1f}",
+        f"heap {sample.temporal_heap_bytes / MIB:5.0f}",
         f"db {sample.temporal_bytes / MIB:6.0f}",
         f"journal {sample.journal_bytes / MIB:6.0f}",
     ]
