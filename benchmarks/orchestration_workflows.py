@@ -14,6 +14,7 @@ from temporalio import activity, workflow
 with workflow.unsafe.imports_passed_through():
     from activities.heartbeats import heartbeating
     from everroll.contracts import names
+    from everroll.contracts.health import WatchEnginesRequest, WatchEnginesResult
     from everroll.contracts.outcomes import SampleStatus
     from everroll.contracts.rollout import (
         BlobRef,
@@ -38,6 +39,7 @@ with workflow.unsafe.imports_passed_through():
         TrainResult,
         Weights,
     )
+    from workflows import policies
 
 _SHA = "0" * 64
 _LIMIT = timedelta(minutes=10)
@@ -104,12 +106,20 @@ async def publish_weights(request: PublishRequest) -> PublishResult:
     return PublishResult(version=request.weights.version)
 
 
+@activity.defn(name=names.WATCH_ENGINES)
+async def watch_engines(request: WatchEnginesRequest) -> WatchEnginesResult:
+    """Until the run ends: no engine loses anything."""
+    async with heartbeating("watching"):
+        await asyncio.sleep(policies.WATCH_ENGINES_LIMIT.total_seconds())
+    return WatchEnginesResult(lost={})
+
+
 @activity.defn(name="bare_activity")
 async def bare_activity(number: int) -> int:
     return number
 
 
-EVERROLL_LIGHT = [prepare_run, store_group, record_run, release_sessions, publish_weights]
+EVERROLL_LIGHT = [prepare_run, store_group, record_run, release_sessions, publish_weights, watch_engines]
 EVERROLL_ROLLOUT = [run_episode, collect_samples]
 EVERROLL_TRAIN = [prepare_trainer, train_step]
 

@@ -28,8 +28,9 @@ _ROUTINE_SECONDS = 5.0
 """A task that waits for a worker for less than this is nothing to speak of."""
 _SILENT_SHARE = 0.6
 """Part of its heartbeat timeout after which an activity counts as silent: it heartbeats three times in each."""
-_HIDDEN = (names.SURVEY_GROUPS, names.AWAIT_GROUPS, names.AWAIT_EVALUATION)
-"""The survey itself, and activities that only stand for a group or an evaluation, which is surveyed itself."""
+_HIDDEN = (names.SURVEY_GROUPS, names.WATCH_ENGINES, names.AWAIT_GROUPS, names.AWAIT_EVALUATION)
+"""The survey itself, the look at engines, which nothing waits for, and activities that only stand for a group or an
+evaluation, which is surveyed itself."""
 
 
 async def survey_run(client: Client, run: str, groups: Sequence[int]) -> Survey:

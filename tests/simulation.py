@@ -22,6 +22,7 @@ from activities.boundary import BoundaryInterceptor
 from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
 from activities.runs import GroupActivities, HealthActivities
 from everroll.contracts import names
+from everroll.contracts.health import WatchEnginesRequest, WatchEnginesResult
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import (
     BlobRef,
@@ -122,6 +123,10 @@ class Simulation:
     """Anything but empty leaves the episodes without a worker."""
     keeps_version_0: bool = False
     """The engine takes new weights and goes on with the first ones."""
+    engine_restarts: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set it: the engine is found to serve version 0."""
+    watched: list[int] = field(default_factory=list)
+    """Versions at which a watch over engines began."""
     train_gate: asyncio.Event | None = None
     on_publish: Callable[[PublishRequest], None] = lambda request: None
     """May raise, as an engine that is away or refuses the weights makes `publish_weights` do."""
@@ -218,6 +223,16 @@ class Simulation:
             self.events.append(f"publish {request.weights.version}")
         return PublishResult(version=request.weights.version)
 
+    @activity.defn(name=names.WATCH_ENGINES)
+    async def watch_engines(self, request: WatchEnginesRequest) -> WatchEnginesResult:
+        self.watched.append(request.version)
+        while not self.engine_restarts.is_set():
+            activity.heartbeat("watching")
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.engine_restarts.wait(), 0.2)
+        self.engine_restarts.clear()
+        return WatchEnginesResult(lost=dict.fromkeys(request.engine_urls, 0))
+
     @contextlib.asynccontextmanager
     async def workers(self, client: Client, task_queue: str) -> AsyncIterator[None]:
         """The real workflows over these activities, on all three task queues."""
@@ -227,6 +242,7 @@ class Simulation:
             names.RELEASE_SESSIONS: self.release_sessions,
             names.RECORD_RUN: self.record_run,
             names.PUBLISH_WEIGHTS: self.publish_weights,
+            names.WATCH_ENGINES: self.watch_engines,
             names.AWAIT_GROUPS: GroupActivities(client).await_groups,
             names.AWAIT_EVALUATION: EvaluationActivities(client).await_evaluation,
             names.RECORD_BATCH: record_batch,

@@ -23,6 +23,7 @@ from activities.preflight import Preflight
 from activities.publishing import PublishingActivities
 from activities.restoring import RunDirectoryActivities
 from activities.runs import GroupActivities, HealthActivities, RunActivities
+from activities.watching import EngineWatchActivities
 from everroll.agents import AgentClients
 from everroll.contracts import names
 from everroll.engines.http import open_client_session
@@ -89,6 +90,7 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
                 groups.await_groups,
                 health.await_server,
                 health.survey_groups,
+                EngineWatchActivities(engine_session).watch_engines,
                 store_group,
                 record_batch,
                 read_batch,

@@ -11,7 +11,7 @@ from temporalio.exceptions import ActivityError, is_cancelled_exception
 with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
     from everroll.contracts.batches import ReadBatchRequest, StoredBatch
-    from everroll.contracts.health import Survey, SurveyRequest
+    from everroll.contracts.health import Survey, SurveyRequest, WatchEnginesRequest, WatchEnginesResult
     from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, GroupResult, ReleaseRequest
     from everroll.contracts.spec import RunSpec
     from everroll.contracts.steering import SteeringRecord
@@ -197,6 +197,36 @@ class RunCalls:
             retry_policy=policies.RETRY_LOST_WORKERS,
             summary=f"version {weights.version} to {len(services.engine_urls)} engines",
         )
+
+    async def watch_engines(self, version: int) -> WatchEnginesResult | None:
+        """Return when an engine has lost the weights, which may be never; None where it cannot be told.
+
+        Raises:
+            asyncio.CancelledError: the run ends.
+        """
+        services = self._spec.services
+        try:
+            watched: WatchEnginesResult = await workflow.execute_activity(
+                names.WATCH_ENGINES,
+                WatchEnginesRequest(
+                    engine_urls=services.engine_urls,
+                    engine_kind=services.engine_kind,
+                    version=version,
+                    poll_seconds=services.engine_poll_seconds,
+                ),
+                result_type=WatchEnginesResult,
+                start_to_close_timeout=policies.WATCH_ENGINES_LIMIT,
+                schedule_to_close_timeout=policies.WATCH_ENGINES_LIMIT,
+                heartbeat_timeout=policies.WATCH_ENGINES_HEARTBEAT,
+                retry_policy=policies.RETRY_WATCH,
+                summary=f"{len(services.engine_urls)} engines, version {version} or newer",
+            )
+        except ActivityError as error:
+            if is_cancelled_exception(error):
+                raise asyncio.CancelledError from error
+            workflow.logger.warning("engines are not watched: %s", error.cause)
+            return None
+        return watched
 
     async def await_groups(self, groups: list[int], limit: timedelta) -> list[GroupResult]:
         """Results of those of these groups that have ended, at least one, however an earlier generation of the run

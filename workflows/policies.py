@@ -28,6 +28,9 @@ RETRY_LOST_WORKERS = RetryPolicy(
     non_retryable_error_types=[*(error_type.value for error_type in ErrorType), *(kind.value for kind in CauseKind)],
 )
 
+# An activity of weeks outlives many workers, and starts again soon after the last as after the first.
+RETRY_WATCH = RetryPolicy(initial_interval=timedelta(seconds=1), backoff_coefficient=1.0)
+
 # Exceptions of workflow code that fail the workflow instead of retrying its task for ever. Non-determinism is not among
 # them: there the task waits for the right code.
 FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
@@ -64,6 +67,10 @@ MAX_STARTING_GROUPS = 32
 """Starts of groups that may be unconfirmed at once: a workflow task with hundreds of them takes too long, and fails."""
 
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
+WATCH_ENGINES_HEARTBEAT = timedelta(seconds=5)
+"""Short: when worker and engine were lost together, the next worker notices that the engine is another no sooner."""
+WATCH_ENGINES_LIMIT = timedelta(days=7)
+"""Then the watch is begun anew."""
 PAUSE_GRACE = timedelta(minutes=5)
 """What waits for the end of a pause gives up so long after the pause itself should have ended."""
 MAX_AWAITS = 16
@@ -77,6 +84,8 @@ SETTLE_ALLOWANCE = timedelta(minutes=30)
 SURVEY_FIRST = timedelta(seconds=20)
 """After one to two of these without progress the run asks what it waits for; the time doubles up to `SURVEY_MAX`."""
 SURVEY_MAX = timedelta(minutes=15)
+WATCH_BACKOFF_MAX = timedelta(minutes=15)
+_WATCH_BACKOFF_SECONDS = 1.0
 _MAX_REFILL_BACKOFF_SECONDS = 60.0
 _PUBLISH_BACKOFF_SECONDS = (0.5, 10.0)
 _PUBLISH_TRIES = 100
@@ -93,6 +102,13 @@ def publish_backoff_seconds(num_failures: int, dead_seconds: float) -> float:
     """Wait before weights are published again after an engine did not answer."""
     first, longest = _PUBLISH_BACKOFF_SECONDS
     return min(first * 2.0 ** min(num_failures, 20), max(longest, dead_seconds / _PUBLISH_TRIES))
+
+
+def watch_backoff_seconds(num_losses: int) -> float:
+    """Wait before engines are given their weights once more that have lost them so many times in short succession."""
+    if num_losses == 0:
+        return 0.0
+    return min(_WATCH_BACKOFF_SECONDS * 2.0 ** min(num_losses, 20), WATCH_BACKOFF_MAX.total_seconds())
 
 
 def relapse_backoff_seconds(probe_seconds: float, relapses: int) -> float:

@@ -46,6 +46,7 @@ with workflow.unsafe.imports_passed_through():
     from workflows.calls import RunCalls
     from workflows.curriculum import Curriculum
     from workflows.early_end import EarlyEnd
+    from workflows.engine_watch import EngineWatch
     from workflows.evaluations import Evaluations
     from workflows.ledger import Ledger
     from workflows.metrics import RunMetrics
@@ -83,6 +84,12 @@ class TrainingRun:
         self.pauses = PauseControl(self.spec, self.state, self._republish, self._on_pause_change)
         self.publisher = Publisher(self.spec, self.calls, self.pauses, self.state.weights)
         self.watchdog = Watchdog(self.state.watch, self._take_survey, self._show)
+        self.engine_watch = EngineWatch(
+            self.calls,
+            get_version=lambda: self.ledger.weight_version,
+            spawn=self._follow,
+            publish_again=self._republish,
+        )
         self.evaluations = Evaluations(
             self.state,
             get_spec=lambda: self.spec,
@@ -114,6 +121,8 @@ class TrainingRun:
             await self._prepare(request)
             self.evaluations.start_due()
             while not self._is_finished():
+                if self.spec.run.mode != "train":
+                    self.engine_watch.begin()
                 await self._take_step()
                 self.evaluations.start_due(last=self._is_finished())
                 if self._is_finished():

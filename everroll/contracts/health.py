@@ -6,6 +6,7 @@ from pydantic import ConfigDict, Field
 
 from everroll.contracts.base import Payload
 from everroll.contracts.outcomes import Cause
+from everroll.contracts.spec import EngineKind
 
 
 class AbortSummary(Payload):
@@ -81,6 +82,21 @@ class AwaitServerRequest(Payload):
 
     server: str
     probe_seconds: float
+
+
+class WatchEnginesRequest(Payload):
+    """Input of `watch_engines`: return when an engine has lost the run's weights."""
+
+    engine_urls: list[str]
+    engine_kind: EngineKind
+    version: int
+    """What the run has published."""
+    poll_seconds: float
+
+
+class WatchEnginesResult(Payload):
+    lost: dict[str, int]
+    """Engines that were started anew, with the version that they serve now."""
 
 
 class SurveyRequest(Payload):

@@ -403,6 +403,8 @@ class ServicesSection(Spec):
     """Where sample blobs live: a directory."""
     publish_timeout_seconds: Seconds = 600.0
     """Deadline for bringing all engines to a new weight version."""
+    engine_poll_seconds: Seconds = 2.0
+    """Time between two looks at each engine's weight version: one that was started anew is given the run's weights."""
 
 
 class RunSpec(Spec):
