@@ -43,8 +43,9 @@ import httpx
 from everroll.contracts import names
 from everroll.local.ports import choose_port
 from everroll.temporal import install_runtime
-from tests.chaos.rounds import count_generated
-from tests.chaos.world import RUN, SeenTurn, Size, World, make_model, open_world
+from tests.chaos.judges import count_generated
+from tests.chaos.world import RUN, SeenTurn, Size, World, open_world
+from tests.small_run import make_model
 
 SIZE = Size(
     num_steps=100_000,

@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from everroll.agents import Episode
 from everroll.audit.evidence import GroupHistory, RunFiles, RunHistory, StoredGroup, StoredSamples
@@ -34,7 +32,8 @@ from everroll.tokens.renderer import load_renderer
 from everroll.tokens.samples import Sample, SampleSet, decode_samples, encode_samples
 from tests.conftest import TemporalServer
 from tests.engine_helpers import running_engine
-from tests.session_helpers import ADMIN_KEY, build_tokenizer, model_section, serve_app, write_model_dir
+from tests.session_helpers import ADMIN_KEY, model_section, serve_app
+from tests.small_run import converse, make_model, write_prompts
 from worker.build import build_worker
 from worker.settings import Role, WorkerSettings
 
@@ -46,14 +45,8 @@ _RUN_SECONDS = 100.0
 
 async def play(episode: Episode) -> float:
     """Two turns of one conversation; members differ in their reward."""
-    client = episode.openai()
-    messages = list(episode.prompt.messages)
-    for _ in range(2):
-        answer = await client.chat.completions.create(model=episode.model, messages=messages)
-        message = answer.choices[0].message
-        if answer.choices[0].finish_reason == "length":
-            break
-        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": "go on"}]
+    async for _ in converse(episode, episode.openai(), 2):
+        pass
     return 0.25 + episode.key.member / 3
 
 
@@ -103,28 +96,10 @@ class FinishedRun:
 def make_finished_run(home: Path, name: str, task_queue: str, temporal: TemporalServer) -> FinishedRun:
     """Play the whole run in this process; everything in it is the real thing."""
     make_model(home / "model")
-    (home / "prompts.jsonl").write_text("".join(json.dumps({"text": f"say {n}"}) + "\n" for n in range(5)))
+    write_prompts(home / "prompts.jsonl", 5)
     with running_engine(home / "model") as engine_url:
         asyncio.run(_play_run(home, name, task_queue, temporal, engine_url))
     return FinishedRun(home, name, temporal)
-
-
-def make_model(directory: Path) -> None:
-    """Random weights over the byte tokenizer's vocabulary."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=build_tokenizer().get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    write_model_dir(directory)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
 async def _play_run(home: Path, name: str, task_queue: str, temporal: TemporalServer, engine_url: str) -> None:

@@ -7,9 +7,9 @@ import json
 import os
 import time
 from pathlib import Path
-from typing import Any
 
 from everroll.agents import Episode
+from tests.small_run import converse
 
 NUM_TURNS = 2
 _CLIENT_TIMEOUT_SECONDS = 10.0
@@ -22,12 +22,10 @@ async def run(episode: Episode) -> dict[str, float]:
     `episode.args["seen"]` is a file: each turn is appended to it when the agent has seen it.
     """
     client = episode.openai().with_options(timeout=_CLIENT_TIMEOUT_SECONDS, max_retries=_CLIENT_RETRIES)
-    messages: list[Any] = list(episode.prompt.messages)
     digest = hashlib.sha256()
-    for turn in range(int(episode.args.get("turns", NUM_TURNS))):
-        answer = await client.chat.completions.create(model=episode.model, messages=messages)
-        message = answer.choices[0].message
-        digest.update((message.content or "").encode())
+    turn = 0
+    async for answer in converse(episode, client, int(episode.args.get("turns", NUM_TURNS))):
+        digest.update((answer.choices[0].message.content or "").encode())
         usage = answer.usage
         note = {
             "session": episode.key.session_id,
@@ -39,9 +37,7 @@ async def run(episode: Episode) -> dict[str, float]:
             "digest": digest.hexdigest()[:16],
         }
         append_line(Path(episode.args["seen"]), json.dumps(note))
-        if answer.choices[0].finish_reason == "length":
-            break
-        messages += [message.model_dump(exclude_none=True), {"role": "user", "content": f"go on, {turn}"}]
+        turn += 1
     return {"reward": digest.digest()[0] / 255}
 
 

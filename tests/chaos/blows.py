@@ -1,26 +1,26 @@
-"""What is done to a run: kills, freezes, and links that break. Each blow says aloud what it did."""
+"""What is done to a run: kills, freezes, broken links, lost nodes, full disks, wrong clocks. Each says what it does."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import errno
-import shutil
 import signal
-from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol
+from typing import Literal, Protocol
 
+from tests.chaos.disks import empty, fill
 from tests.chaos.world import World
 
 _STRUCK_SECONDS = 60.0
 _POLL_SECONDS = 0.02
-_CHUNK_BYTES = 1 << 20
 
 
 class Blow(Protocol):
     """Something that breaks."""
+
+    @property
+    def kind(self) -> str:
+        """What it is counted as."""
+        ...
 
     @property
     def text(self) -> str:
@@ -39,6 +39,10 @@ class Kill:
     names: tuple[str, ...]
 
     @property
+    def kind(self) -> str:
+        return "kill" if len(self.names) == 1 else "kill two"
+
+    @property
     def text(self) -> str:
         return f"SIGKILL {' and '.join(self.names)}"
 
@@ -54,6 +58,7 @@ class KillEverything:
     """SIGKILL of all processes at the same instant, as when the machine is lost; then `everroll up` again."""
 
     pause_seconds: float = 0.0
+    kind = "everything"
 
     @property
     def text(self) -> str:
@@ -67,11 +72,28 @@ class KillEverything:
 
 
 @dataclass(frozen=True)
+class ResetLinks:
+    """RST on every connection of the links."""
+
+    names: tuple[str, ...]
+    kind = "reset"
+
+    @property
+    def text(self) -> str:
+        return f"reset the connections of {' and '.join(self.names)}"
+
+    async def strike(self, world: World) -> None:
+        for name in self.names:
+            world.links[name].reset()
+
+
+@dataclass(frozen=True)
 class Freeze:
     """SIGSTOP, and SIGCONT later: a process that is taken for dead and comes back."""
 
     name: str
     seconds: float
+    kind = "freeze"
 
     @property
     def text(self) -> str:
@@ -88,60 +110,109 @@ class Freeze:
 
 
 @dataclass(frozen=True)
-class ResetLinks:
-    """RST on every connection of the links."""
+class Lasting:
+    """Something that is broken for a while, and whole again afterwards."""
 
-    names: tuple[str, ...]
-
-    @property
-    def text(self) -> str:
-        return f"reset the connections of {' and '.join(self.names)}"
+    seconds: float
 
     async def strike(self, world: World) -> None:
-        for name in self.names:
-            world.links[name].reset()
+        try:
+            await self.begin(world)
+            await asyncio.sleep(self.seconds)
+        finally:
+            await self.end(world)
+
+    async def begin(self, world: World) -> None:
+        raise NotImplementedError
+
+    async def end(self, world: World) -> None:
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
-class StallLinks:
-    """A partition that drops packets: nothing goes through for a while, and nobody is told."""
+class Partition(Lasting):
+    """Links that carry nothing: `stall` drops packets and tells nobody, `cut` resets and refuses connections."""
 
     names: tuple[str, ...]
-    seconds: float
+    kind: Literal["stall", "cut"]
 
     @property
     def text(self) -> str:
-        return f"stall {' and '.join(self.names)} for {self.seconds:.1f} s"
+        return f"{self.kind} {' and '.join(self.names)} for {self.seconds:.1f} s"
 
-    async def strike(self, world: World) -> None:
+    async def begin(self, world: World) -> None:
         for name in self.names:
-            world.links[name].stall()
-        try:
-            await asyncio.sleep(self.seconds)
-        finally:
-            for name in self.names:
-                await world.links[name].heal()
+            link = world.links[name]
+            if self.kind == "stall":
+                link.stall()
+            else:
+                link.cut()
+
+    async def end(self, world: World) -> None:
+        for name in self.names:
+            await world.links[name].heal()
 
 
 @dataclass(frozen=True)
-class CutLinks:
-    """A partition that refuses: connections are reset and new ones refused for a while."""
+class LoseNode(Lasting):
+    """The cable of the first rollout worker's node is unplugged: its packets are lost, its connections stay open."""
 
-    names: tuple[str, ...]
-    seconds: float
+    kind = "node-lost"
 
     @property
     def text(self) -> str:
-        return f"cut {' and '.join(self.names)} for {self.seconds:.1f} s"
+        return f"unplug the node of worker-rollout for {self.seconds:.1f} s"
 
-    async def strike(self, world: World) -> None:
-        for name in self.names:
-            world.links[name].cut()
-        try:
-            await asyncio.sleep(self.seconds)
-        finally:
-            for name in self.names:
-                await world.links[name].heal()
+    async def begin(self, world: World) -> None:
+        assert world.node is not None
+        world.node.unplug()
+
+    async def end(self, world: World) -> None:
+        assert world.node is not None
+        world.node.plug()
+
+
+@dataclass(frozen=True)
+class FillDisk(Lasting):
+    """No room is left on one of the world's disks."""
+
+    disk: str
+
+    @property
+    def kind(self) -> str:
+        return f"full {self.disk}"
+
+    @property
+    def text(self) -> str:
+        return f"fill the disk of {self.disk} for {self.seconds:.1f} s"
+
+    async def begin(self, world: World) -> None:
+        world.full.add(self.disk)
+        await asyncio.to_thread(fill, world.disks / self.disk)
+
+    async def end(self, world: World) -> None:
+        empty(world.disks / self.disk)
+        world.full.discard(self.disk)
+
+
+@dataclass(frozen=True)
+class MoveClock(Lasting):
+    """The wall clock of every process but Temporal's server jumps, and jumps back."""
+
+    by_seconds: float
+    kind = "clock"
+
+    @property
+    def text(self) -> str:
+        return f"set all clocks but Temporal's by {self.by_seconds:+.0f} s for {self.seconds:.1f} s"
+
+    async def begin(self, world: World) -> None:
+        assert world.clock is not None
+        world.clock.move(self.by_seconds)
+
+    async def end(self, world: World) -> None:
+        assert world.clock is not None
+        world.clock.move(0)
 
 
 @dataclass(frozen=True)
@@ -151,6 +222,10 @@ class Together:
     blows: tuple[Blow, ...]
 
     @property
+    def kind(self) -> str:
+        return " and ".join(blow.kind for blow in self.blows)
+
+    @property
     def text(self) -> str:
         return "; and ".join(blow.text for blow in self.blows)
 
@@ -158,43 +233,8 @@ class Together:
         await asyncio.gather(*(blow.strike(world) for blow in self.blows))
 
 
-@dataclass(frozen=True)
-class FillDisk:
-    """No room is left on the file system of the stack for a while. Only where the world lies on one of its own."""
-
-    seconds: float
-
-    @property
-    def text(self) -> str:
-        return f"fill the disk for {self.seconds:.1f} s"
-
-    async def strike(self, world: World) -> None:
-        ballast = world.directory / "ballast"
-        try:
-            await asyncio.to_thread(_fill, ballast)
-            await asyncio.sleep(self.seconds)
-        finally:
-            ballast.unlink(missing_ok=True)
-
-
-def _fill(ballast: Path) -> None:
-    """Write until there is no room, the last kilobytes too."""
-    with ballast.open("wb", buffering=0) as file:
-        for size in (_CHUNK_BYTES, 4096, 1):
-            with contextlib.suppress(OSError):
-                while shutil.disk_usage(ballast.parent).free >= 0:
-                    file.write(b"\0" * size)
-
-
 async def _await_process(world: World, name: str) -> None:
     """Until there is one to strike at; a process that was killed before may be coming back."""
     async with asyncio.timeout(_STRUCK_SECONDS):
         while world.stack.find(name) is None:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
-
-
-def describe(blows: Sequence[Blow]) -> str:
-    return ", ".join(blow.text for blow in blows)
-
-
-NO_ROOM = errno.ENOSPC

@@ -10,6 +10,8 @@ from tests.chaos.machine import call
 
 DISKS = ("journal", "store", "runs", "temporal")
 """Of the session server, of samples, of the trainer (run directories with their checkpoints), of Temporal."""
+_SIZES = {"journal": "320m"}
+"""Of the session server's more must be free than it keeps in reserve (`min_free_bytes`)."""
 _SIZE = "96m"
 _BALLAST = "ballast"
 _CHUNK_BYTES = 1 << 20
@@ -23,7 +25,7 @@ def open_disks(parent: Path, *, mounted: bool) -> Iterator[None]:
             directory = parent / name
             directory.mkdir(parents=True, exist_ok=True)
             if mounted:
-                call("mount", "-t", "tmpfs", "-o", f"size={_SIZE}", "tmpfs", str(directory))
+                call("mount", "-t", "tmpfs", "-o", f"size={_SIZES.get(name, _SIZE)}", "tmpfs", str(directory))
                 resources.callback(call, "umount", "--lazy", str(directory))
         yield
 

@@ -29,11 +29,14 @@ def enter(arguments: Sequence[str]) -> str:
         return f"there is no {', '.join(missing)} here"
     user = () if os.geteuid() == 0 else ("--user", "--map-root-user")
     unshare = ("unshare", *user, "--mount", "--net", "--propagation", "private")
-    probe = subprocess.run([*unshare, "sh", "-c", _PROBE], capture_output=True, text=True, timeout=_SECONDS, check=False)
+    probe = subprocess.run(
+        [*unshare, "sh", "-c", _PROBE], capture_output=True, text=True, timeout=_SECONDS, check=False
+    )
     if probe.returncode != 0:
         return probe.stderr.strip() or "unshare failed"
     os.environ[_INSIDE] = str(os.getpid())  # unshare and python take this process's place, and keep its id
     os.execvp(unshare[0], [*unshare, sys.executable, *arguments])
+    raise AssertionError("exec returned")
 
 
 def settle() -> None:

@@ -44,7 +44,7 @@ class Node:
 @contextlib.asynccontextmanager
 async def open_node() -> AsyncIterator[Node]:
     """A node that lasts as long as the block. Only inside of `machine`."""
-    keeper = subprocess.Popen(
+    keeper = subprocess.Popen(  # noqa: ASYNC220 (its parent must be this thread: it dies with it)
         [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "unshare", "--net", "sleep", "infinity"]
     )
     try:
@@ -70,7 +70,7 @@ async def open_node() -> AsyncIterator[Node]:
 async def _await_namespace(namespace: Path) -> None:
     own = os.readlink("/proc/self/ns/net")
     async with asyncio.timeout(_UP_SECONDS):
-        while os.readlink(namespace) == own:
+        while os.readlink(namespace) == own:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
 
 

@@ -1,15 +1,31 @@
 """What a round does, and when: drawn from a seed, so that a breach can be repeated. Pure.
 
-The moment at which a process really dies still depends on the machine; the seed repeats what is done and when it is
-tried.
+All kinds of strikes and all chosen moments are cards of one deck, dealt from the top and shuffled anew when it is
+through: so each has its turn before any comes again. The moment at which a process really dies still depends on the
+machine; the seed repeats what is done and when it is tried.
 """
 
 from __future__ import annotations
 
 import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from tests.chaos.blows import Blow, CutLinks, Freeze, Kill, KillEverything, ResetLinks, StallLinks, Together
+from tests.chaos.blows import (
+    Blow,
+    FillDisk,
+    Freeze,
+    Kill,
+    KillEverything,
+    LoseNode,
+    MoveClock,
+    Partition,
+    ResetLinks,
+    Together,
+)
+from tests.chaos.disks import DISKS
+from tests.chaos.judges import check_continued, check_generated_once
 from tests.chaos.moments import (
     Moment,
     after_steps,
@@ -23,12 +39,15 @@ from tests.chaos.moments import (
     step_applied,
     turn_recorded,
 )
-from tests.chaos.world import Size
+from tests.chaos.world import Size, World
 
 ROLLOUT = ("worker-rollout", "worker-rollout-2")
 PROCESSES = (*ROLLOUT, "worker-trainer", "session-server", "engine", "worker-workflows", "temporal")
-_OVERLAPPED_SHARE = 0.2
 LINKS = ("engine", "sessions", "worker-rollout-temporal", "worker-trainer-temporal", "worker-workflows-temporal")
+_OVERLAPPED_SHARE = 0.2
+
+Judge = Callable[[World], Awaitable[None]]
+"""Raises BreachError."""
 
 
 @dataclass(frozen=True)
@@ -37,6 +56,10 @@ class Strike:
 
     moment: Moment
     blow: Blow
+    name: str
+    """What it is counted as: a kind, or a chosen moment."""
+    judges: tuple[Judge, ...] = ()
+    """What must be true besides where it is the only strike of its round."""
 
     @property
     def text(self) -> str:
@@ -50,67 +73,95 @@ class Round:
     strikes: tuple[Strike, ...]
     size: Size
 
+    @property
+    def judges(self) -> tuple[Judge, ...]:
+        return self.strikes[0].judges if len(self.strikes) == 1 else ()
+
 
 def chosen_strikes() -> dict[str, Strike]:
     """The moments that are known to be delicate, each with the processes that are in the middle of it."""
+    moments: dict[str, tuple[Moment, Blow]] = {
+        "store-ack": (sample_stored(), Kill(ROLLOUT)),
+        "group-ack": (group_stored(), Kill(("worker-workflows",))),
+        "turn-ack": (turn_recorded(), Kill(("session-server",))),
+        "turn-worker": (turn_recorded(), Kill(("session-server", *ROLLOUT))),
+        "checkpoint": (checkpoint_written(), Kill(("worker-trainer",))),
+        "rename": (checkpoint_renamed(), Kill(("worker-trainer",))),
+        "step-ack": (step_applied(), Kill(("worker-trainer",))),
+        "step-all": (step_applied(), KillEverything()),
+        "publish-worker": (publishing(), Kill(("worker-workflows",))),
+        "publish-engine": (publishing(), Kill(("engine",))),
+        "publish-both": (publishing(), Kill(("worker-workflows", "engine"))),
+        "publish-all": (publishing(), KillEverything()),
+        "continue": (continuing_as_new(), Kill(("worker-workflows",))),
+        "continue-temporal": (continuing_as_new(), Kill(("temporal", "worker-workflows"))),
+    }
+    continued = (check_continued, check_generated_once)
     return {
-        "store-ack": Strike(sample_stored(), Kill(ROLLOUT)),
-        "group-ack": Strike(group_stored(), Kill(("worker-workflows",))),
-        "turn-ack": Strike(turn_recorded(), Kill(("session-server",))),
-        "turn-worker": Strike(turn_recorded(), Kill(("session-server", *ROLLOUT))),
-        "checkpoint": Strike(checkpoint_written(), Kill(("worker-trainer",))),
-        "rename": Strike(checkpoint_renamed(), Kill(("worker-trainer",))),
-        "step-ack": Strike(step_applied(), Kill(("worker-trainer",))),
-        "step-all": Strike(step_applied(), KillEverything()),
-        "publish-worker": Strike(publishing(), Kill(("worker-workflows",))),
-        "publish-engine": Strike(publishing(), Kill(("engine",))),
-        "publish-both": Strike(publishing(), Kill(("worker-workflows", "engine"))),
-        "publish-all": Strike(publishing(), KillEverything()),
-        "continue": Strike(continuing_as_new(), Kill(("worker-workflows",))),
-        "continue-temporal": Strike(continuing_as_new(), Kill(("temporal", "worker-workflows"))),
+        name: Strike(moment, blow, name, continued if name.startswith("continue") else ())
+        for name, (moment, blow) in moments.items()
     }
 
 
-def draw_round(seed: str, num_strikes: int = 3) -> Round:
-    """A round of strikes at random and at chosen moments."""
-    rng = random.Random(f"round {seed}")
-    size = Size(seed=rng.randrange(3))
-    strikes = [_draw_strike(rng, size, index / num_strikes) for index in range(num_strikes)]
+def draw_round(
+    seed: str, number: int, num_strikes: int = 3, kinds: Sequence[str] | None = None, size: Size | None = None
+) -> Round:
+    """Round `number` of a seed: strikes at random and at chosen moments, of these kinds (by default all)."""
+    deck = [*(kinds or list_kinds(isolated=True, clocks=True)), *chosen_strikes()]
+    names = islice(_deal(seed, deck), number * num_strikes, (number + 1) * num_strikes)
+    rng = random.Random(f"round {seed}/{number}")
+    size = size or Size(seed=rng.randrange(3))
+    strikes = [draw_strike(name, rng, size, index / num_strikes) for index, name in enumerate(names)]
     max_staleness = 1 if rng.random() < _OVERLAPPED_SHARE else 0
     return Round(tuple(strikes), replace(size, max_staleness=max_staleness))
 
 
-def _draw_strike(rng: random.Random, size: Size, share: float) -> Strike:
-    """`share` of the run should be over when it comes."""
-    if rng.random() < 0.5:
-        return rng.choice(list(chosen_strikes().values()))
+def _deal(seed: str, deck: Sequence[str]) -> Iterator[str]:
+    cycle = 0
+    while True:
+        cards = list(deck)
+        random.Random(f"deck {seed}/{cycle}").shuffle(cards)
+        yield from cards
+        cycle += 1
+
+
+def list_kinds(*, isolated: bool, clocks: bool) -> list[str]:
+    """Kinds of strikes at random moments; some need a machine of their own, or clocks that can be set."""
+    kinds = ["kill", "kill two", "everything", "freeze", "freeze", "reset", "stall", "cut", "kill and cut"]
+    if isolated:
+        kinds += ["node-lost", *(f"full {disk}" for disk in DISKS)]
+    return [*kinds, "clock"] if clocks else kinds
+
+
+def draw_strike(name: str, rng: random.Random, size: Size, share: float = 0.0) -> Strike:
+    """A chosen moment, or a strike of that kind when about `share` of the run is over."""
+    chosen = chosen_strikes().get(name)
+    if chosen is not None:
+        return chosen
     delay = rng.uniform(0.0, 0.5)
-    blow = _draw_blow(rng)
+    blow = _draw_blow(name, rng)
     if rng.random() < 0.3:
-        return Strike(after_steps(1 + int(share * (size.num_steps - 1)), delay), blow)
+        return Strike(after_steps(1 + int(share * (size.num_steps - 1)), delay), blow, name)
     num_turns = int((share + rng.uniform(0.02, 0.25)) * size.num_turns)
-    return Strike(after_turns(min(num_turns, size.num_turns - 4), delay), blow)
+    return Strike(after_turns(min(num_turns, size.num_turns - 4), delay), blow, name)
 
 
-def _draw_blow(rng: random.Random) -> Blow:
-    kind = rng.choices(
-        ("kill", "kill two", "everything", "freeze", "reset", "stall", "cut", "kill and cut"),
-        (5, 3, 2, 3, 2, 2, 2, 2),
-    )[0]
+def _draw_blow(kind: str, rng: random.Random) -> Blow:
     seconds = rng.uniform(0.5, 6.0)
-    if kind == "kill":
-        return Kill((rng.choice(PROCESSES),))
-    if kind == "kill two":
-        return Kill(tuple(rng.sample(PROCESSES, 2)))
-    if kind == "everything":
-        return KillEverything(rng.uniform(0.0, 1.0))
-    if kind == "freeze":
-        return Freeze(rng.choice(PROCESSES), seconds)
-    names = tuple(rng.sample(LINKS, rng.choice((1, 1, 2))))
-    if kind == "reset":
-        return ResetLinks(names)
-    if kind == "stall":
-        return StallLinks(names, seconds)
-    if kind == "cut":
-        return CutLinks(names, seconds)
-    return Together((Kill((rng.choice(PROCESSES),)), CutLinks(names, seconds)))
+    links = tuple(rng.sample(LINKS, rng.choice((1, 1, 2))))
+    process = rng.choice(PROCESSES)
+    if kind.startswith("full "):
+        return FillDisk(rng.uniform(2.0, 8.0), kind.removeprefix("full "))
+    blows: dict[str, Callable[[], Blow]] = {
+        "kill": lambda: Kill((process,)),
+        "kill two": lambda: Kill(tuple(rng.sample(PROCESSES, 2))),
+        "everything": lambda: KillEverything(rng.uniform(0.0, 1.0)),
+        "freeze": lambda: Freeze(process, seconds),
+        "reset": lambda: ResetLinks(links),
+        "stall": lambda: Partition(seconds, links, "stall"),
+        "cut": lambda: Partition(seconds, links, "cut"),
+        "kill and cut": lambda: Together((Kill((process,)), Partition(seconds, links, "cut"))),
+        "node-lost": lambda: LoseNode(rng.uniform(1.0, 12.0)),
+        "clock": lambda: MoveClock(seconds, rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0))),
+    }
+    return blows[kind]()

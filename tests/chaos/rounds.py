@@ -6,22 +6,17 @@ import asyncio
 import contextlib
 import shutil
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from everroll.audit.report import AuditInputError
+from tests.chaos.judges import BreachError, check_audit, check_turns, count_generated
 from tests.chaos.moments import RunEndedError
-from tests.chaos.plan import Strike
+from tests.chaos.plan import Round, Strike
 from tests.chaos.world import RUN, Size, World, open_world
 
 Say = Callable[[str], None]
 _RUN_SECONDS = 300.0
-
-
-class BreachError(Exception):
-    """A promise was broken; the text says which. The world's directory holds the evidence."""
 
 
 @dataclass(frozen=True)
@@ -29,8 +24,10 @@ class Told:
     """What a round can tell."""
 
     seconds: float
-    struck: int
-    """Blows whose moment came."""
+    struck: tuple[str, ...]
+    """Names of the strikes whose moment came."""
+    num_resumes: int
+    """How often it had stopped for want of room, and was told to go on."""
     num_turns: int
     num_generated: int
     """Turns that the engine was asked for; more than `num_turns` where one was in flight at a blow."""
@@ -52,7 +49,7 @@ class Baselines:
                 await world.start_run()
                 state = await world.await_end(_RUN_SECONDS)
                 if state != "completed":
-                    raise BreachError(f"the clean run is {state}")
+                    raise BreachError(f"the clean run is {state}: {await describe(world)}")
                 await check_audit(world)
                 self._hashes[clean] = world.hash_weights()
             self._say(f"the clean run of seed {size.seed} ends with weights {self._hashes[clean][:12]}")
@@ -60,64 +57,47 @@ class Baselines:
         return self._hashes[clean]
 
 
-async def play_round(strikes: Sequence[Strike], size: Size, directory: Path, baselines: Baselines, say: Say) -> Told:
+async def play_round(played: Round, directory: Path, baselines: Baselines, say: Say) -> Told:
     """A run under these strikes, judged. The weights of an overlapped one depend on time, and are not compared.
 
     Raises:
         BreachError: it did not complete, the audit found something, or its weights are others than the clean run's.
     """
-    started = time.monotonic()
+    size = played.size
     expected = await baselines.find(size) if size.max_staleness == 0 else None
+    started = time.monotonic()
     async with open_world(size, directory, say) as world:
         await world.start_run()
-        striking = asyncio.create_task(strike_all(world, strikes))
+        striking = asyncio.create_task(strike_all(world, played.strikes))
         state = await world.await_end(_RUN_SECONDS)
         struck = await striking
         if state != "completed":
             raise BreachError(f"the run is {state} after {_RUN_SECONDS:.0f} s: {await describe(world)}")
         await check_audit(world)
         check_turns(world)
+        for judge in played.judges:
+            await judge(world)
         if expected is not None and world.hash_weights() != expected:
             raise BreachError(f"the weights are {world.hash_weights()}, those of the clean run {expected}")
-        return Told(time.monotonic() - started, struck, world.count_recorded_turns(), count_generated(world))
+        return Told(
+            seconds=time.monotonic() - started,
+            struck=struck,
+            num_resumes=world.num_resumes,
+            num_turns=world.count_recorded_turns(),
+            num_generated=count_generated(world),
+        )
 
 
-async def strike_all(world: World, strikes: Sequence[Strike]) -> int:
-    """One after the other, each at its moment; returns how many came to pass before the run was over."""
-    struck = 0
+async def strike_all(world: World, strikes: Sequence[Strike]) -> tuple[str, ...]:
+    """One after the other, each at its moment; returns the names of those that came before the run was over."""
+    struck: list[str] = []
     with contextlib.suppress(RunEndedError):
         for strike in strikes:
             await strike.moment.wait(world)
             world.say(f"{strike.blow.text}, as {strike.moment.text}")
             await strike.blow.strike(world)
-            struck += 1
-    return struck
-
-
-async def check_audit(world: World) -> None:
-    try:
-        report = await world.audit()
-    except AuditInputError as error:
-        raise BreachError(f"the audit cannot be made: {error}") from error
-    if not report.passed:
-        text = "; ".join(map(str, report.breaches[:3]))
-        raise BreachError(f"the audit found {report.num_breaches} breaches: {text}")
-    if report.num_steps != world.size.num_steps:
-        raise BreachError(f"the audit counts {report.num_steps} steps of {world.size.num_steps}")
-
-
-def check_turns(world: World) -> None:
-    """An agent that asks again for a turn that it has seen gets the same one, wherever it runs."""
-    seen: defaultdict[tuple[str, int], Counter[str]] = defaultdict(Counter)
-    for turn in world.read_seen():
-        seen[turn.session, turn.turn][turn.digest] += 1
-    changed = [key for key, digests in seen.items() if len(digests) > 1]
-    if changed:
-        raise BreachError(f"turn {changed[0][1]} of session {changed[0][0]} was seen with different contents")
-
-
-def count_generated(world: World) -> int:
-    return sum(count for wanted, count in world.links["engine"].counts.items() if b"generate" in wanted)
+            struck.append(strike.name)
+    return tuple(struck)
 
 
 async def describe(world: World) -> str:

@@ -21,7 +21,7 @@ from pydantic import BaseModel
 
 from everroll.contracts.spec import ModelSection
 from everroll.local import launch, supervisor
-from everroll.local.identity import ProcessIdentity, is_running, send_signal
+from everroll.local.identity import ProcessIdentity, identify, is_running, send_signal
 from everroll.local.plan import StackOptions, plan_processes
 from everroll.local.process import ProcessSpec, read_log_tail
 from everroll.local.restarts import RestartPolicy
@@ -30,13 +30,17 @@ from everroll.local.signals import InterruptedBySignalError, run_interruptibly
 from everroll.local.stack import LocalStack, run_stack
 from everroll.local.state import ProcessPhase, StackAddresses, StackDirectory, StackPhase, StackState
 from everroll.local.temporal_binary import find_temporal
-from tests.chaos.zygote import NODE_VARIABLE, ForkedChild, Zygote
+from tests.chaos.ancestor import find_ancestor
+from tests.chaos.children import ForkedChild, Nursery
+from tests.chaos.zygote import NODE_VARIABLE
 
 ROOT = find_root()
 ADMIN_KEY = "chaos"
 _PATIENT = RestartPolicy(max_delay_seconds=1.0, max_failed_starts=1000, max_crashes=10_000)
 _START_SECONDS = 300.0
 _POLL_SECONDS = 0.02
+_started: list[subprocess.Popen[bytes]] = []
+"""So that those that have ended are reaped."""
 
 
 class StackPlan(BaseModel):
@@ -55,8 +59,6 @@ class StackPlan(BaseModel):
     temporal_database: Path
     node: Path | None = None
     """Network namespace of `worker-rollout`; None for that of all others."""
-    environment: dict[str, str] = {}
-    """Of every process."""
     continue_as_new_events: int = 4096
     """Events after which the server suggests to continue as new."""
     deterministic: bool = True
@@ -101,14 +103,13 @@ def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
                 yield dataclasses.replace(spec, name=f"{spec.name}-{number}", env=env)
 
 
-async def supervise(plan: StackPlan) -> None:
+async def supervise(plan: StackPlan, nursery: Nursery | None) -> None:
     directory = StackDirectory(plan.directory)
     directory.create()
-    zygote = Zygote()
     with directory.lock():
-        if plan.forked:
-            await zygote.start()
-            vars(supervisor)["Child"] = _Forking(zygote.start_child)
+        if nursery is not None:
+            await nursery.open()
+            vars(supervisor)["Child"] = _Forking(nursery.start_child)
         stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, _PATIENT)
         async with run_stack(stack):
             await stack.watch()
@@ -127,7 +128,7 @@ class Stack:
     def __init__(self, plan: StackPlan) -> None:
         self.plan = plan
         self.directory = StackDirectory(plan.directory)
-        self._process: subprocess.Popen[bytes] | None = None
+        self._supervisor: ProcessIdentity | None = None
         self._file = plan.directory / "plan.json"
         self._log = plan.directory / "supervisor.log"
 
@@ -135,23 +136,29 @@ class Stack:
         """Start the supervisor; `await_healthy` says when all is up."""
         self.directory.create()
         self._file.write_text(self.plan.model_dump_json())
-        env = os.environ | self.plan.environment
+        if self.plan.forked:
+            self._supervisor = find_ancestor().start("tests.chaos.stack", [str(self._file)], ROOT, self._log)
+            return
         with self._log.open("ab") as log:
             launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
             command = [*launcher, sys.executable, "-m", "tests.chaos.stack", str(self._file)]
-            self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT, env=env)
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
+        _started.append(process)
+        self._supervisor = identify(process.pid) or ProcessIdentity(pid=process.pid, started="ended")
 
     async def await_healthy(self) -> None:
         """Raises AssertionError when it does not come up."""
-        assert self._process is not None
         deadline = time.monotonic() + _START_SECONDS
         while True:
             state = self.directory.read_state()
-            if state is not None and state.supervisor.pid == self._process.pid and state.phase is StackPhase.HEALTHY:
+            if state is not None and state.supervisor == self._supervisor and state.phase is StackPhase.HEALTHY:
                 return
-            assert self._process.poll() is None, f"the supervisor ended:\n{read_log_tail(self._log)}"
+            assert self._runs(), f"the supervisor ended:\n{read_log_tail(self._log)}"
             assert time.monotonic() < deadline, f"the stack is not up in time:\n{read_log_tail(self._log)}"
             await asyncio.sleep(_POLL_SECONDS)
+
+    def _runs(self) -> bool:
+        return self._supervisor is not None and is_running(self._supervisor)
 
     def names(self) -> list[str]:
         return [process.name for process in self._state().processes]
@@ -172,25 +179,18 @@ class Stack:
 
     async def kill_everything(self) -> None:
         """SIGKILL the supervisor; the kernel kills its children with it. Returns when none is left."""
-        assert self._process is not None
+        assert self._supervisor is not None
         state = self._state()
-        self._process.kill()
-        await asyncio.to_thread(self._process.wait, 30)
-        left = [process.identity for process in state.processes if process.identity is not None]
-        deadline = time.monotonic() + 30
-        while any(is_running(identity) for identity in left):
-            assert time.monotonic() < deadline, "a process outlived its supervisor"
-            await asyncio.sleep(_POLL_SECONDS)
+        send_signal(self._supervisor, signal.SIGKILL)
+        left = [self._supervisor, *(process.identity for process in state.processes if process.identity is not None)]
+        assert await _await(lambda: not any(map(is_running, left)), 30), "a process outlived its supervisor"
 
     async def stop(self) -> None:
         """SIGTERM, as Ctrl-C would; SIGKILL when that takes too long."""
-        if self._process is None or self._process.poll() is not None:
-            return
-        self._process.terminate()
-        try:
-            await asyncio.to_thread(self._process.wait, 60)
-        except subprocess.TimeoutExpired:
-            await self.kill_everything()
+        if self._supervisor is not None and self._runs():
+            send_signal(self._supervisor, signal.SIGTERM)
+            if not await _await(lambda: not self._runs(), 60):
+                await self.kill_everything()
 
     def _state(self) -> StackState:
         state = self.directory.read_state()
@@ -198,13 +198,24 @@ class Stack:
         return state
 
 
+async def _await(condition: Callable[[], bool], seconds: float) -> bool:
+    deadline = time.monotonic() + seconds
+    while not condition() and time.monotonic() < deadline:  # noqa: ASYNC110
+        await asyncio.sleep(_POLL_SECONDS)
+    return condition()
+
+
 def main() -> int:
     plan = StackPlan.model_validate_json(Path(sys.argv[1]).read_bytes())
+    nursery = Nursery() if plan.forked else None
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     try:
-        asyncio.run(run_interruptibly(supervise(plan)))
+        asyncio.run(run_interruptibly(supervise(plan, nursery)))
     except InterruptedBySignalError:
         return 0
+    finally:
+        if nursery is not None:
+            nursery.close()
     return 0
 
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 import json
+import re
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable
@@ -13,18 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
-
 from everroll.audit.report import AuditReport
 from everroll.audit.run import Places, audit_run
 from everroll.client import EverrollClient
+from everroll.contracts import names
 from everroll.contracts.spec import RunSpec
+from everroll.contracts.training import ResumeRequest
 from everroll.local.ports import PortReservations
 from everroll.local.state import StackAddresses
-from tests.chaos.links import Link, open_link
+from tests.chaos.ancestor import find_ancestor
+from tests.chaos.clock import Clock
+from tests.chaos.disks import open_disks
+from tests.chaos.links import LOOPBACK, Link, open_link
+from tests.chaos.machine import is_inside
+from tests.chaos.node import HERE, Node, open_node
 from tests.chaos.stack import Stack, StackPlan
-from tests.session_helpers import build_tokenizer, model_section, write_model_dir
+from tests.session_helpers import model_section
+from tests.small_run import make_model, write_prompts
 
 RUN = "chaos"
 QUEUE = "chaos"
@@ -33,6 +39,9 @@ _NUM_PROMPTS = 7
 STOP_TOKEN_IDS = list(range(64))
 """A quarter of the vocabulary: random weights would hardly ever end a turn by themselves."""
 _POLL_SECONDS = 0.05
+NO_ROOM = re.compile(r"No space left|takes no new sessions|disk is full", re.IGNORECASE)
+"""What a run says that stopped for want of room."""
+_MAX_RESUMES = 5
 GENERATE = b"POST /generate "
 UPDATE = b"POST /update_weights"
 """What goes to the engine: turns, and new weights."""
@@ -76,24 +85,6 @@ class SeenTurn:
     digest: str
 
 
-def make_model(directory: Path) -> None:
-    """A checkpoint with random weights, small enough that a turn takes milliseconds."""
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=build_tokenizer().get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    write_model_dir(directory)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
-
-
 @dataclass
 class World:
     """What a blow strikes at, and what a judge looks at."""
@@ -105,6 +96,13 @@ class World:
     client: EverrollClient
     spec: RunSpec
     say: Callable[[str], None]
+    node: Node | None = None
+    """Where the first rollout worker runs, if that is another node."""
+    clock: Clock | None = None
+    """Of all processes but Temporal's server, if it can be set."""
+    full: set[str] = field(default_factory=set)
+    """Disks that have no room at this moment."""
+    num_resumes: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run is over: no moment is waited for any longer."""
 
@@ -137,7 +135,17 @@ class World:
 
     @property
     def journal(self) -> Path:
-        return self.directory / "sessions.sqlite"
+        return self.stack.plan.journal
+
+    @property
+    def disks(self) -> Path:
+        """Holds a directory for each of `DISKS`."""
+        return self.directory / "disks"
+
+    async def count_generations(self) -> int:
+        """Executions of the run's workflow so far."""
+        query = f"WorkflowId = '{names.run_workflow_id(RUN)}'"
+        return (await self.client.temporal.count_workflows(query)).count
 
     def hash_weights(self) -> str:
         """Of the last step's published weights."""
@@ -148,15 +156,29 @@ class World:
         await self.client.start(self.spec)
 
     async def await_end(self, seconds: float) -> str:
-        """The state the run ended in, `running` if it did not in time. Outages of Temporal are waited out."""
+        """The state the run ended in, `running` if it did not in time. Outages of Temporal are waited out.
+
+        A run that stopped because a disk was full goes on when there is room, as a person would let it.
+        """
         deadline = time.monotonic() + seconds
         state = "running"
         while state == "running" and time.monotonic() < deadline:
             with contextlib.suppress(Exception):
-                state = (await self.client.status(RUN)).state
+                view = await self.client.status(RUN)
+                state = view.state
+                if state == "failed" and NO_ROOM.search(view.failure or "") and self.num_resumes < _MAX_RESUMES:
+                    state = "running"
+                    await self._resume(view.failure or "", deadline)
             await asyncio.sleep(_POLL_SECONDS)
         self.ended.set()
         return state
+
+    async def _resume(self, failure: str, deadline: float) -> None:
+        while self.full and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
+        self.say(f"the run stopped: {failure[-200:]!r}; there is room again, and it goes on")
+        await self.client.resume_ended(self.spec, ResumeRequest(reason="there is room again"))
+        self.num_resumes += 1
 
     async def audit(self) -> AuditReport:
         return await audit_run(self.client.temporal, RUN, Places(journal=str(self.journal)))
@@ -167,27 +189,21 @@ async def open_world(size: Size, directory: Path, say: Callable[[str], None]) ->
     """A stack that is up in `directory`, with links between its processes; the run is not started."""
     model = await asyncio.to_thread(_write_inputs, directory)
     async with contextlib.AsyncExitStack() as resources:
+        disks = directory / "disks"
+        resources.enter_context(open_disks(disks, mounted=is_inside()))
+        node = await resources.enter_async_context(open_node()) if is_inside() else None
         ports = resources.enter_context(PortReservations())
-        temporal, ui, sessions, engine = (ports.choose(0) for _ in range(4))
-        addresses = StackAddresses(
-            temporal_address=f"127.0.0.1:{temporal}",
-            ui_url=f"http://127.0.0.1:{ui}",
-            task_queue=QUEUE,
-            session_url=f"http://127.0.0.1:{sessions}",
-            engine_urls=[f"http://127.0.0.1:{engine}"],
-            store_url=str(directory / "store"),
-        )
-        ends = {"engine": engine, "sessions": sessions, **{f"{worker}-temporal": temporal for worker in _WORKERS}}
-        links = {
-            name: await resources.enter_async_context(open_link(name, port, (GENERATE, UPDATE)))
-            for name, port in ends.items()
-        }
+        addresses = _choose_addresses(ports, disks)
+        links = await _open_links(resources, addresses, LOOPBACK if node is None else HERE)
         plan = StackPlan(
             directory=directory,
             model=model_section(model),
             addresses=addresses,
-            engine_link=f"http://127.0.0.1:{links['engine'].port}",
-            temporal_links={worker: f"127.0.0.1:{links[f'{worker}-temporal'].port}" for worker in _WORKERS},
+            engine_link=f"http://{links['engine'].address}",
+            temporal_links={worker: links[f"{worker}-temporal"].address for worker in _WORKERS},
+            journal=disks / "journal" / "sessions.sqlite",
+            temporal_database=disks / "temporal" / "temporal.sqlite",
+            node=None if node is None else node.namespace,
             num_rollout_workers=size.num_rollout_workers,
             continue_as_new_events=size.continue_as_new_events,
             forked=size.forked,
@@ -197,7 +213,37 @@ async def open_world(size: Size, directory: Path, say: Callable[[str], None]) ->
         stack.launch()
         await stack.await_healthy()
         client = await EverrollClient.connect(addresses.temporal_address, addresses.temporal_namespace, 60)
-        yield World(size, directory, stack, links, client, build_spec(size, directory, plan, links), say)
+        spec = build_spec(size, directory, plan, links)
+        clock = find_ancestor().clock if size.forked else None
+        yield World(size, directory, stack, links, client, spec, say, node, clock)
+
+
+def _choose_addresses(ports: PortReservations, disks: Path) -> StackAddresses:
+    temporal, ui, sessions, engine = (f"{LOOPBACK}:{ports.choose(0)}" for _ in range(4))
+    return StackAddresses(
+        temporal_address=temporal,
+        ui_url=f"http://{ui}",
+        task_queue=QUEUE,
+        session_url=f"http://{sessions}",
+        engine_urls=[f"http://{engine}"],
+        store_url=str(disks / "store"),
+    )
+
+
+async def _open_links(resources: contextlib.AsyncExitStack, addresses: StackAddresses, host: str) -> dict[str, Link]:
+    """By name; they listen at `host`."""
+    (engine,) = addresses.engine_urls
+    ends = {
+        "engine": engine,
+        "sessions": addresses.session_url or "",
+        **{f"{worker}-temporal": addresses.temporal_address for worker in _WORKERS},
+    }
+    return {
+        name: await resources.enter_async_context(
+            open_link(name, int(end.rpartition(":")[2]), (GENERATE, UPDATE), host)
+        )
+        for name, end in ends.items()
+    }
 
 
 def _write_inputs(directory: Path) -> Path:
@@ -206,8 +252,7 @@ def _write_inputs(directory: Path) -> Path:
     model = directory / "model"
     if not model.exists():
         make_model(model)
-    prompts = "".join(json.dumps({"text": f"say {number}"}) + "\n" for number in range(_NUM_PROMPTS))
-    (directory / "prompts.jsonl").write_text(prompts)
+    write_prompts(directory / "prompts.jsonl", _NUM_PROMPTS)
     return model
 
 
@@ -217,7 +262,7 @@ def build_spec(size: Size, directory: Path, plan: StackPlan, links: dict[str, Li
             "name": RUN,
             "num_steps": size.num_steps,
             "seed": size.seed,
-            "output_dir": str(directory / "runs"),
+            "output_dir": str(directory / "disks" / "runs"),
         },
         "model": plan.model.model_dump(),
         "data": {"path": str(directory / "prompts.jsonl")},
@@ -246,8 +291,8 @@ def build_spec(size: Size, directory: Path, plan: StackPlan, links: dict[str, Li
         "services": {
             "temporal_address": plan.addresses.temporal_address,
             "task_queue": QUEUE,
-            "session_url": f"http://127.0.0.1:{links['sessions'].port}",
-            "engine_urls": [f"http://127.0.0.1:{links['engine'].port}"],
+            "session_url": f"http://{links['sessions'].address}",
+            "engine_urls": [f"http://{links['engine'].address}"],
             "store_url": plan.addresses.store_url,
         },
     }

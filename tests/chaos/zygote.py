@@ -1,13 +1,14 @@
 """Processes as forks of one that has imported everything: `python -m tests.chaos.zygote`.
 
 Importing torch costs seconds of CPU per process and is not what chaos is about. Each line of standard input asks for a
-process (`Wanted`); a line of standard output answers with its pid, and another one when it has ended. Like those that
-the local stack starts itself, they lead their own process groups and die with their parent.
+process; a line of standard output answers with its pid, and another one when it has ended. Like those that the local
+stack starts itself, they lead their own process groups and die with their parent.
+
+One of these, `tests.chaos.ancestor`, starts the supervisors; each supervisor has a fork of its own for its processes.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib
 import json
 import os
@@ -15,13 +16,10 @@ import runpy
 import select
 import signal
 import sys
-import time
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
 from everroll.local import launch
-from everroll.local.identity import ProcessIdentity, identify
 from tests.chaos.node import enter_namespace
 
 PRELOADED = (
@@ -37,7 +35,6 @@ PRELOADED = (
 NODE_VARIABLE = "EVERROLL_CHAOS_NODE"
 """Network namespace that a process enters before it becomes what it is to be."""
 _LOOK_SECONDS = 0.01
-_START_SECONDS = 120.0
 
 
 def preload() -> None:
@@ -48,7 +45,6 @@ def preload() -> None:
 
 def serve() -> None:
     """Fork what is asked for, until standard input ends."""
-    preload()
     _tell(ready=True)
     pending = b""
     while True:
@@ -61,6 +57,28 @@ def serve() -> None:
             for line in lines:
                 _fork(json.loads(line))
         _reap()
+
+
+def fork_server() -> tuple[int, int, int]:
+    """Fork this process into a server of forks: its pid, and the ends of the pipes to it and from it.
+
+    Only while this process has one thread.
+    """
+    parent, requests, answers = os.getpid(), os.pipe(), os.pipe()
+    pid = os.fork()
+    if pid:
+        os.close(requests[0])
+        os.close(answers[1])
+        return pid, requests[1], answers[0]
+    try:
+        launch.die_with_parent(parent)
+        os.dup2(requests[0], 0)
+        os.dup2(answers[1], 1)
+        for handle in (*requests, *answers):
+            os.close(handle)
+        serve()
+    finally:
+        os._exit(0)
 
 
 def _fork(wanted: dict[str, Any]) -> None:
@@ -104,6 +122,7 @@ def _become(wanted: dict[str, Any]) -> NoReturn:
             os.execvp(argv[0], argv)
         assert argv[1] == "-m"
         sys.argv = [argv[2], *argv[3:]]
+        signal.set_wakeup_fd(-1)
         runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
         code = 0
     except SystemExit as error:
@@ -114,105 +133,6 @@ def _become(wanted: dict[str, Any]) -> NoReturn:
         os._exit(code)
 
 
-class Zygote:
-    """The program above, as a supervisor uses it."""
-
-    def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
-        self._pid = 0
-        self._number = 0
-        self._started: dict[int, asyncio.Future[int]] = {}
-        self._ended: dict[int, asyncio.Future[int]] = {}
-        self._reader: asyncio.Task[None] | None = None
-
-    async def start(self) -> None:
-        launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()))
-        self._process = await asyncio.create_subprocess_exec(
-            *launcher,
-            *(sys.executable, "-m", "tests.chaos.zygote"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE"},
-        )
-        self._pid = self._process.pid
-        assert self._process.stdout is not None
-        line = await asyncio.wait_for(self._process.stdout.readline(), _START_SECONDS)
-        assert json.loads(line) == {"ready": True}
-        self._reader = asyncio.create_task(self._read())
-
-    async def _read(self) -> None:
-        assert self._process is not None
-        assert self._process.stdout is not None
-        async for line in self._process.stdout:
-            told = json.loads(line)
-            if "pid" in told:
-                self._ended[told["pid"]] = asyncio.get_running_loop().create_future()
-                self._started.pop(told["number"]).set_result(told["pid"])
-            else:
-                self._ended[told["ended"]].set_result(told["code"])
-
-    async def start_child(
-        self,
-        argv: Sequence[str],
-        cwd: Path,
-        log: Path,
-        env: Mapping[str, str] | None = None,
-        stop_timeout_seconds: float = 15.0,
-    ) -> ForkedChild:
-        """As `everroll.local.process.Child.start`."""
-        assert self._process is not None
-        assert self._process.stdin is not None
-        with log.open("ab") as output:
-            output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
-        self._number += 1
-        started = asyncio.get_running_loop().create_future()
-        self._started[self._number] = started
-        wanted = {
-            "number": self._number,
-            "argv": list(argv),
-            "cwd": str(cwd),
-            "log": str(log),
-            "env": dict(env or {}),
-            "parent": self._pid,
-        }
-        self._process.stdin.write(json.dumps(wanted).encode() + b"\n")
-        await self._process.stdin.drain()
-        pid = await asyncio.wait_for(started, _START_SECONDS)
-        return ForkedChild(pid, self._ended[pid], stop_timeout_seconds)
-
-    async def stop(self) -> None:
-        if self._process is not None and self._process.returncode is None:
-            self._process.kill()
-            await self._process.wait()
-        if self._reader is not None:
-            self._reader.cancel()
-
-
-class ForkedChild:
-    """As `everroll.local.process.Child`."""
-
-    def __init__(self, pid: int, ended: asyncio.Future[int], stop_timeout_seconds: float) -> None:
-        self.identity = identify(pid) or ProcessIdentity(pid=pid, started="ended")
-        self._ended = ended
-        self._stop_timeout_seconds = stop_timeout_seconds
-
-    async def wait(self) -> int:
-        return await asyncio.shield(self._ended)
-
-    async def stop(self) -> None:
-        self._signal(signal.SIGTERM)
-        done, _ = await asyncio.wait([self._ended], timeout=self._stop_timeout_seconds)
-        if not done:
-            self._signal(signal.SIGKILL)
-            await asyncio.wait([self._ended], timeout=self._stop_timeout_seconds)
-
-    def _signal(self, number: signal.Signals) -> None:
-        if not self._ended.done():
-            try:
-                os.kill(self.identity.pid, number)
-            except ProcessLookupError:
-                return
-
-
 if __name__ == "__main__":
+    preload()
     serve()

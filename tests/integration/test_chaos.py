@@ -1,21 +1,26 @@
-"""A small, seeded part of `make chaos`: a run on real processes that are killed while it trains, judged as there.
+"""A small, seeded part of `make chaos`: runs on real processes that are broken while they train, judged as there.
 
 The rounds played here are those that once found a breach; what they found is said with each.
 """
 
 from __future__ import annotations
 
+import asyncio
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.chaos.blows import Kill
-from tests.chaos.moments import sample_stored, turn_recorded
-from tests.chaos.plan import ROLLOUT, Strike, draw_round
+from tests.chaos.blows import Kill, KillEverything, ResetLinks
+from tests.chaos.moments import after_turns, checkpoint_renamed, publishing, sample_stored, turn_recorded
+from tests.chaos.plan import ROLLOUT, Round, Strike
 from tests.chaos.rounds import Baselines, play_round
+from tests.chaos.stack import ROOT
 from tests.chaos.world import Size
 
 SMALL = Size(num_steps=3, groups_per_step=2, episodes_per_group=4, continue_as_new_events=60)
+_ROUND_SECONDS = 900
 
 
 @pytest.mark.timeout(600)
@@ -24,20 +29,61 @@ async def test_a_killed_run_ends_with_the_weights_of_a_clean_one(tmp_path: Path)
 
     Found at first: members whose session server was away were drawn anew, with other tokens.
     """
-    strikes = [
-        Strike(turn_recorded(), Kill(("session-server",))),
-        Strike(sample_stored(), Kill(ROLLOUT)),
-    ]
+    strikes = (
+        Strike(turn_recorded(), Kill(("session-server",)), "turn-ack"),
+        Strike(sample_stored(), Kill(ROLLOUT), "store-ack"),
+    )
     said: list[str] = []
     baselines = Baselines(tmp_path, said.append)
-    told = await play_round(strikes, SMALL, tmp_path / "round", baselines, said.append)
-    assert told.struck == 2, said
+    told = await play_round(Round(strikes, SMALL), tmp_path / "round", baselines, said.append)
+    assert told.struck == ("turn-ack", "store-ack"), said
+
+
+BREACHES = {
+    # Members whose session server was away while it was opened were drawn anew.
+    "drawn-anew": Round(
+        (
+            Strike(turn_recorded(), Kill(("session-server",)), "turn-ack"),
+            Strike(checkpoint_renamed(), Kill(("worker-trainer",)), "rename"),
+            Strike(publishing(), Kill(("worker-workflows", "engine")), "publish-both"),
+        ),
+        Size(seed=2),
+    ),
+    # An engine came back with the weights that it was started with, and nobody told the run.
+    "engine-of-old": Round(
+        (
+            Strike(publishing(), KillEverything(), "publish-all"),
+            Strike(after_turns(57, 0.2), ResetLinks(("worker-rollout-temporal",)), "reset"),
+            Strike(after_turns(129, 0.2), Kill(("session-server", "worker-workflows")), "kill two"),
+        ),
+        replace(Size(seed=0), max_staleness=1),
+    ),
+}
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("seed", ["first/0", "first/1"])
-async def test_seeds_that_found_a_breach(tmp_path: Path, seed: str) -> None:
+@pytest.mark.timeout(_ROUND_SECONDS)
+@pytest.mark.parametrize("name", BREACHES)
+async def test_rounds_that_found_a_breach(tmp_path: Path, name: str) -> None:
     said: list[str] = []
-    drawn = draw_round(seed)
-    await play_round(drawn.strikes, drawn.size, tmp_path / "round", Baselines(tmp_path, said.append), said.append)
+    await play_round(BREACHES[name], tmp_path / "round", Baselines(tmp_path, said.append), said.append)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(_ROUND_SECONDS)
+@pytest.mark.parametrize("kind", ["node-lost", "full journal", "full store", "full runs", "full temporal", "clock"])
+async def test_what_needs_a_machine_of_its_own(tmp_path: Path, kind: str) -> None:
+    """Namespaces belong to a process, so this is one: `python -m tests.chaos --kind KIND`."""
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.chaos", "--seed", "s", "--kind", kind, "--dir", str(tmp_path)),
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.STDOUT,
+        cwd=ROOT,
+    )
+    async with asyncio.timeout(_ROUND_SECONDS - 30):
+        output, _ = await process.communicate()
+    text = output.decode()
+    if "SKIPPED" in text:
+        pytest.skip(next(line for line in text.splitlines() if "SKIPPED" in line))
+    assert process.returncode == 0, text
+    assert f"| {kind} | 1 | 1 | 0 |" in text, text

@@ -17,11 +17,12 @@ from everroll.contracts.training import ResumeRequest
 from everroll.sessions.server import open_app
 from everroll.sessions.settings import SessionServerSettings
 from everroll.tokens.renderer import load_renderer
-from tests.audit_helpers import FinishedRun, build_run_spec, make_model
+from tests.audit_helpers import FinishedRun, build_run_spec
 from tests.conftest import TemporalServer
 from tests.engine_helpers import running_engine
 from tests.integration.test_orchestration import wait_for_status
 from tests.session_helpers import ADMIN_KEY, model_section, serve_app
+from tests.small_run import make_model, write_prompts
 from worker.build import build_worker
 from worker.settings import Role, WorkerSettings
 
@@ -33,7 +34,7 @@ async def test_a_resumed_run_is_audited_as_one(
 ) -> None:
     """Terminated with groups in flight: they are taken over, and every token of every step is accounted for."""
     make_model(tmp_path / "model")
-    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps({"text": f"say {n}"}) + "\n" for n in range(5)))
+    write_prompts(tmp_path / "prompts.jsonl", 5)
     settings = WorkerSettings(task_queue=task_queue, admin_key=ADMIN_KEY, torch_threads=1, graceful_shutdown_seconds=0)
     handle = client.temporal.get_workflow_handle(names.run_workflow_id(run_name))
     with running_engine(tmp_path / "model") as engine_url:

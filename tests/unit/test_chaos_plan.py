@@ -1,27 +1,64 @@
-"""What a round of chaos does is a function of its seed."""
+"""What a round of chaos does is a function of its seed, and the tools it breaks things with do what they say."""
 
 from __future__ import annotations
 
+import os
+import random
 import socket
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
 
 import pytest
 
+from tests.chaos import clock
 from tests.chaos.links import open_link
-from tests.chaos.plan import chosen_strikes, draw_round
+from tests.chaos.plan import Round, chosen_strikes, draw_round, draw_strike, list_kinds
+from tests.chaos.rounds import Told
+from tests.chaos.tally import Tally
+from tests.chaos.world import Size
+
+KINDS = list_kinds(isolated=True, clocks=True)
 
 
 def test_a_seed_repeats_its_round() -> None:
-    texts = [[strike.text for strike in draw_round(f"s/{number}").strikes] for number in (1, 1, 2)]
+    texts = [[strike.text for strike in draw_round("s", number).strikes] for number in (1, 1, 2)]
     assert texts[0] == texts[1]
     assert texts[0] != texts[2]
 
 
+def test_every_kind_and_every_chosen_moment_has_its_turn_before_any_comes_again() -> None:
+    num_cards = len(KINDS) + len(chosen_strikes())
+    names = [strike.name for number in range(num_cards) for strike in draw_round("s", number, 3).strikes]
+    cards = Counter([*KINDS, *chosen_strikes()])
+    for cycle in range(3):
+        assert Counter(names[cycle * num_cards : (cycle + 1) * num_cards]) == cards
+
+
+def test_kinds_that_are_not_possible_are_not_drawn() -> None:
+    possible = list_kinds(isolated=False, clocks=False)
+    names = {strike.name for number in range(30) for strike in draw_round("s", number, 3, possible).strikes}
+    assert names == {*possible, *chosen_strikes()}
+    assert {"node-lost", "clock", "full journal", "full store", "full runs", "full temporal"} == {*KINDS} - names
+
+
 def test_many_seeds_reach_every_process_and_link() -> None:
-    text = " ".join(strike.text for number in range(300) for strike in draw_round(f"s/{number}").strikes)
+    text = " ".join(strike.text for number in range(300) for strike in draw_round("s", number).strikes)
     for wanted in ("temporal", "engine", "worker-trainer", "worker-rollout-2", "everything", "SIGSTOP", "stall", "cut"):
         assert wanted in text
     for strike in chosen_strikes().values():
         assert strike.text in text
+
+
+def test_the_table_counts_what_was_planned_and_what_came_to_pass() -> None:
+    strike = chosen_strikes()["store-ack"]
+    tally = Tally()
+    tally.note(Round((strike, strike), Size()), Told(60.0, ("store-ack",), 0, 10, 10))
+    tally.note_breach(Round((strike,), Size()))
+    text = tally.describe()
+    assert text.startswith("2 rounds, 1 strikes, 1 breaches\n")
+    assert "| store-ack | 3 | 1 | 1 | 60 |" in text
 
 
 async def test_a_link_can_be_cut_and_healed() -> None:
@@ -32,3 +69,44 @@ async def test_a_link_can_be_cut_and_healed() -> None:
                 socket.create_connection(("127.0.0.1", link.port), timeout=5)
             await link.heal()
             socket.create_connection(("127.0.0.1", link.port), timeout=5).close()
+
+
+_TELL = """
+import sqlite3, sys, time
+from datetime import datetime
+database = sqlite3.connect(":memory:")
+for line in sys.stdin:
+    (stamp,) = database.execute("SELECT strftime('%s', 'now')").fetchone()
+    print(time.time(), datetime.now().timestamp(), stamp, time.monotonic(), flush=True)
+"""
+
+
+def test_a_clock_that_is_moved_moves_the_wall_clock_alone(tmp_path: Path) -> None:
+    missing = clock.find_missing()
+    if missing:
+        pytest.skip(missing)
+    moved = clock.open_clock(tmp_path)
+    assert moved is not None
+
+    def ask(process: subprocess.Popen[str]) -> list[float]:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        print("?", file=process.stdin, flush=True)
+        return [float(part) for part in process.stdout.readline().split()]
+
+    command = [sys.executable, "-I", "-c", _TELL]
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, env=os.environ | moved.environment) as process:
+        before = ask(process)
+        moved.move(-3600)
+        after = ask(process)
+        moved.move(0)
+        again = ask(process)
+    assert [round((b - a) / 3600) for a, b in zip(before, after, strict=True)] == [-1, -1, -1, 0]
+    assert [round((b - a) / 3600) for a, b in zip(before, again, strict=True)] == [0, 0, 0, 0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_strike_of_a_kind_is_counted_as_that(kind: str) -> None:
+    strike = draw_strike(kind, random.Random(1), Size())
+    assert (strike.name, strike.blow.kind) == (kind, kind)
