@@ -26,8 +26,6 @@ from everroll.prompts import load_dataset
 from everroll.records import append_once
 from everroll.store import LocalStore, StoreError, open_store
 
-RESULTS_FILE = "evaluations.jsonl"
-
 
 @activity.defn(name=names.OPEN_EVALUATION)
 async def open_evaluation(request: OpenEvaluationRequest) -> DatasetRef:
@@ -62,7 +60,7 @@ def _finish(request: FinishEvaluationRequest) -> EvaluationRecord:
     if request.parts:
         body = b"".join(store.get(part) for part in request.parts)
         record = _summarize(request, store, body)
-    path = Path(request.run_dir) / RESULTS_FILE
+    path = Path(request.run_dir) / names.EVALUATIONS_FILE
     try:
         append_once(path, record.model_dump(mode="json"), lambda line: _is_same(line, record))
     except OSError as error:

@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 
 from everroll.contracts.evaluation import Estimate, EvaluationRecord
+from everroll.contracts.names import DEFAULT_EVALUATION
 from everroll.contracts.rollout import EpisodeOutcome
 
 _Z = 1.959963984540054
@@ -82,6 +83,26 @@ def summarize_outcomes(record: EvaluationRecord, outcomes: Sequence[EpisodeOutco
             "agent_metrics": _mean_metrics(verdicts),
         }
     )
+
+
+def name_numbers(name: str) -> str:
+    """Where a set's numbers stand among a run's metrics: `eval` where there is one set, else `eval/<set>`."""
+    return "eval" if name == DEFAULT_EVALUATION else f"eval/{name}"
+
+
+def list_numbers(record: EvaluationRecord) -> dict[str, float]:
+    """A record as metrics, for curves over weight versions; what the agents reported has `agent_` before its name."""
+    numbers = {
+        "num_episodes": float(record.num_episodes),
+        "num_lost": float(sum(record.lost.values())),
+        "mean_sampled_tokens": record.mean_sampled_tokens,
+    }
+    estimates = {"reward_mean": record.mean_reward, **{f"pass_at_{k}": found for k, found in record.pass_at.items()}}
+    for name, estimate in estimates.items():
+        if estimate is not None:
+            numbers |= {name: estimate.value, f"{name}_low": estimate.low, f"{name}_high": estimate.high}
+    agent = {f"agent_{name.replace('/', '_')}": value for name, value in record.agent_metrics.items()}
+    return {**numbers, **agent}
 
 
 def _group_rewards(verdicts: Sequence[EpisodeOutcome]) -> list[list[float]]:

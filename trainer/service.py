@@ -77,6 +77,7 @@ class Trainer:
                 # Of a fork from a step whose weights were let go of.
                 self._reach(run, version, request, _ignore)
                 save_weights(run, self._collect(), version)
+            self._copy_metrics(run, request)
             return self._published(run, version)
 
     def train_step(self, request: TrainRequest, on_progress: Progress) -> TrainResult:
@@ -114,12 +115,13 @@ class Trainer:
         self._let_go()
         self._ranks.close()
 
-    def _copy_metrics(self, run: RunDirectory, request: TrainRequest) -> None:
-        """Bring the sinks up to the record. Never fails."""
+    def _copy_metrics(self, run: RunDirectory, request: TrainRequest | PrepareTrainerRequest) -> None:
+        """Bring the sinks up to the record, and have them follow it. Never fails."""
         if self._sinks is None or self._sinks.spec != request.train.metrics:
             self._close_sinks()
             self._sinks = MetricSinks(run.root, request.run, request.train.metrics)
-        self._sinks.sync(run.metrics_path)
+        self._sinks.sync()
+        self._sinks.follow()
 
     def _close_sinks(self) -> None:
         if self._sinks is not None:

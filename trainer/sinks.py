@@ -1,47 +1,34 @@
-"""Where a step's numbers go besides `metrics.jsonl`: TensorBoard, Weights & Biases, Trackio.
+"""A run's numbers on their way to TensorBoard, Weights & Biases and Trackio, evaluations beside training steps.
 
-`metrics.jsonl` is the record; sinks are copies of it. After each step, and when a trainer starts, a sink is brought up
-to the record, from the first step that it does not have: so a step that was trained again after a crash is not written
-twice, and one that a crash kept from a sink is written later.
+`metrics.jsonl` and `evaluations.jsonl` are the record; sinks are copies of it. After each step, and when a trainer
+starts, a sink is brought up to the record, from the first step that it does not have: so a step that was trained again
+after a crash is not written twice, and one that a crash kept from a sink is written later. Evaluations end when they
+end, the last one after the last step: while a trainer has a run, a thread looks for new ones every few seconds.
 
 A sink never fails a step. Packages are imported only when a run asks for them; one that is missing is told at once,
 before the first step. What a service does over the network is bounded by its own timeouts, a minute for the start.
-
-TensorBoard's files tell which steps they hold. For the services a small file does, written after each step; killed in
-between, the trainer sends that one step again under the same number.
 """
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import logging
-import time
+import threading
 from pathlib import Path
-from typing import Protocol
 
+from pydantic import ValidationError
+
+from everroll.contracts.evaluation import EvaluationRecord
+from everroll.contracts.names import EVALUATIONS_FILE
 from everroll.contracts.outcomes import TrainingError
 from everroll.contracts.spec import MetricsSpec
-from everroll.store import write_durably
+from everroll.evaluation import list_numbers, name_numbers
+from trainer.tracking import Entry, ServiceSink, Sink, TensorBoardSink, open_trackio, open_wandb
 
 _LOGGER = logging.getLogger(__name__)
-_START_SECONDS = 60.0
-
-Metrics = dict[str, float]
-
-
-class Sink(Protocol):
-    """Takes steps in ascending order."""
-
-    last_step: int
-    """The newest step that it holds; 0 for none."""
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        """Add a step, and see to it that it lasts."""
-
-    def close(self) -> None:
-        """Let go of files and connections."""
+_LOOK_SECONDS = 2.0
+_STOP_SECONDS = 30.0
 
 
 class MetricSinks:
@@ -53,25 +40,38 @@ class MetricSinks:
         self._root = root
         self._run = run
         self._sinks: dict[str, Sink] | None = None
-        self._read_bytes = 0
+        self._steps = _Lines(root / "metrics.jsonl")
+        self._evaluations = _Lines(root / EVALUATIONS_FILE)
+        self._turn = threading.Lock()
+        self._stop = threading.Event()
+        self._follower: threading.Thread | None = None
 
-    def sync(self, record: Path) -> None:
-        """Bring every sink up to the record, a file with a line of JSON for each step. Never fails."""
-        if self._sinks is None:
-            self._sinks = self._open_all()
-        try:
-            lines = self._read_new_lines(record) if self._sinks else []
-        except (OSError, ValueError) as error:
-            _LOGGER.warning("%s cannot be read, metrics sinks are behind: %r", record, error)
-            return
-        for name, sink in self._sinks.items():
-            for line in lines:
-                metrics = dict(line)
-                step = int(metrics.pop("step"))
-                if step > sink.last_step:
-                    self._write(name, sink, step, metrics)
+    def sync(self) -> None:
+        """Bring every sink up to the record. Never fails."""
+        with self._turn:
+            if self._sinks is None:
+                self._sinks = self._open_all()
+            try:
+                entries = self._read_entries() if self._sinks else []
+            except (OSError, ValueError) as error:
+                _LOGGER.warning("the record in %s cannot be read, metrics sinks are behind: %r", self._root, error)
+                return
+            for name, sink in self._sinks.items():
+                for entry in entries:
+                    self._write(name, sink, entry)
+
+    def follow(self) -> None:
+        """Keep an eye on evaluations until it is closed."""
+        if self._follower is None and any(_list_wanted(self.spec).values()):
+            self._follower = threading.Thread(target=self._watch, name="metric-sinks", daemon=True)
+            self._follower.start()
 
     def close(self) -> None:
+        """Write what has come in, and close."""
+        self._stop.set()
+        if self._follower is not None:
+            self._follower.join(_STOP_SECONDS)
+            self.sync()
         for name, sink in (self._sinks or {}).items():
             try:
                 sink.close()
@@ -79,21 +79,24 @@ class MetricSinks:
                 _LOGGER.warning("metrics sink %s could not be closed: %r", name, error)
         self._sinks = None
 
-    def _write(self, name: str, sink: Sink, step: int, metrics: Metrics) -> None:
-        try:
-            sink.write(step, metrics)
-        except Exception as error:  # whatever a sink's library raises, training goes on
-            _LOGGER.warning("metrics sink %s has no step %d: %r", name, step, error)
+    def _watch(self) -> None:
+        while not self._stop.wait(_LOOK_SECONDS):
+            if self._evaluations.has_more():
+                self.sync()
 
-    def _read_new_lines(self, record: Path) -> list[Metrics]:
-        if not record.is_file():
-            return []
-        with record.open("rb") as file:
-            file.seek(self._read_bytes)
-            content = file.read()
-        whole = content[: content.rfind(b"\n") + 1]
-        self._read_bytes += len(whole)
-        return [json.loads(line) for line in whole.splitlines()]
+    def _read_entries(self) -> list[Entry]:
+        """What is new, in the order of the steps; the evaluation of a step's weights after the step."""
+        steps = [Entry(int(line.pop("step")), line) for line in map(json.loads, self._steps.read_new())]
+        evaluations = [entry for line in self._evaluations.read_new() if (entry := _read_evaluation(line)) is not None]
+        return sorted([*steps, *evaluations], key=lambda entry: (entry.step, entry.evaluation))
+
+    def _write(self, name: str, sink: Sink, entry: Entry) -> None:
+        try:
+            if not sink.holds(entry):
+                sink.write(entry)
+        except Exception as error:  # whatever a sink's library raises, training goes on
+            what = f"evaluation {entry.label}" if entry.evaluation else f"step {entry.step}"
+            _LOGGER.warning("metrics sink %s has no %s: %r", name, what, error)
 
     def _open_all(self) -> dict[str, Sink]:
         sinks: dict[str, Sink] = {}
@@ -115,6 +118,41 @@ class MetricSinks:
         return ServiceSink(open_trackio(project, self._run), marker)
 
 
+class _Lines:
+    """A file that others add lines to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._num_read = 0
+        """Bytes."""
+
+    def has_more(self) -> bool:
+        return self._path.is_file() and self._path.stat().st_size > self._num_read
+
+    def read_new(self) -> list[bytes]:
+        """Whole lines since the last call."""
+        if not self.has_more():
+            return []
+        with self._path.open("rb") as file:
+            file.seek(self._num_read)
+            content = file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._num_read += len(whole)
+        return whole.splitlines()
+
+
+def _read_evaluation(line: bytes) -> Entry | None:
+    """None for one that failed."""
+    try:
+        record = EvaluationRecord.model_validate_json(line)
+    except ValidationError as error:
+        _LOGGER.warning("a line of %s cannot be read: %s", EVALUATIONS_FILE, error)
+        return None
+    if record.failure is not None:
+        return None
+    return Entry(record.version, list_numbers(record), name_numbers(record.name))
+
+
 def check_packages(spec: MetricsSpec) -> None:
     """Raises TrainingError if a sink's package is missing."""
     for name, wanted in _list_wanted(spec).items():
@@ -125,77 +163,3 @@ def check_packages(spec: MetricsSpec) -> None:
 
 def _list_wanted(spec: MetricsSpec) -> dict[str, bool | str | None]:
     return {"tensorboard": spec.tensorboard, "wandb": spec.wandb_project, "trackio": spec.trackio_project}
-
-
-class TensorBoardSink:
-    """One event per step that holds all its values, so that a step is there whole or not at all."""
-
-    def __init__(self, directory: Path) -> None:
-        from tensorboard.summary.writer.event_file_writer import EventFileWriter
-
-        directory.mkdir(parents=True, exist_ok=True)
-        self.last_step = _read_last_step(directory)
-        self._writer = EventFileWriter(str(directory))
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        from tensorboard.compat.proto.event_pb2 import Event
-        from tensorboard.compat.proto.summary_pb2 import Summary
-
-        values = [Summary.Value(tag=f"train/{name}", simple_value=value) for name, value in metrics.items()]
-        self._writer.add_event(Event(wall_time=time.time(), step=step, summary=Summary(value=values)))
-        self._writer.flush()
-        self.last_step = step
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _read_last_step(directory: Path) -> int:
-    """A file that a crash cut short ends where it was cut."""
-    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
-    from tensorboard.compat.proto.event_pb2 import Event
-
-    newest = 0
-    for path in sorted(directory.glob("events.out.tfevents.*")):
-        for content in RawEventFileLoader(str(path)).Load():
-            newest = max(newest, Event.FromString(content).step)
-    return newest
-
-
-class ServiceRun(Protocol):
-    """What the runs of wandb and trackio have in common."""
-
-    def log(self, metrics: Metrics, step: int) -> None: ...
-
-    def finish(self) -> None: ...
-
-
-class ServiceSink:
-    """A run at a tracking service. `marker` remembers the newest step that was sent."""
-
-    def __init__(self, run: ServiceRun, marker: Path) -> None:
-        self._run = run
-        self._marker = marker
-        self.last_step = int(json.loads(marker.read_bytes())["last_step"]) if marker.is_file() else 0
-
-    def write(self, step: int, metrics: Metrics) -> None:
-        self._run.log(metrics, step=step)
-        write_durably(self._marker, json.dumps({"last_step": step}).encode())
-        self.last_step = step
-
-    def close(self) -> None:
-        self._run.finish()
-
-
-def open_wandb(project: str, run: str, root: Path) -> ServiceRun:
-    """Resumes the run of that name. Key, address and mode come from wandb's environment variables."""
-    wandb = importlib.import_module("wandb")
-    settings = wandb.Settings(init_timeout=_START_SECONDS, console="off", silent=True)
-    opened: ServiceRun = wandb.init(project=project, id=run, name=run, dir=str(root), resume="allow", settings=settings)
-    return opened
-
-
-def open_trackio(project: str, run: str) -> ServiceRun:
-    """Resumes the run of that name, in trackio's own directory on this machine."""
-    opened: ServiceRun = importlib.import_module("trackio").init(project=project, name=run, resume="allow")
-    return opened

@@ -5,17 +5,23 @@ from __future__ import annotations
 import importlib.util
 import json
 import logging
+import struct
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from activities.evaluation import _finish as finish
+from everroll.contracts.evaluation import Estimate, EvaluationRecord, FinishEvaluationRequest
 from everroll.contracts.outcomes import TrainingError
 from everroll.contracts.spec import MetricsSpec, TrainSection
 from tests.trainer_helpers import build_prepare_request, build_request
 from trainer.service import Trainer
-from trainer.sinks import MetricSinks, TensorBoardSink
+from trainer.sinks import MetricSinks
+from trainer.tracking import Entry, TensorBoardSink
 
 TENSORBOARD = MetricsSpec(tensorboard=True)
 EXPECTED = {
@@ -58,11 +64,25 @@ def _read_events(directory: Path) -> list[tuple[int, dict[str, float]]]:
     return events
 
 
-def _record(path: Path, *steps: int) -> Path:
-    with path.open("a") as file:
+def _record(root: Path, *steps: int) -> None:
+    with (root / "metrics.jsonl").open("a") as file:
         for step in steps:
             file.write(json.dumps({"step": step, "loss": step / 8}) + "\n")
-    return path
+
+
+def _evaluate(root: Path, version: int, name: str = "eval", **values: Any) -> None:
+    """As the activity writes a result down; asked twice, it writes once."""
+    reward = Estimate(value=version / 4, low=0.0, high=1.0, num_prompts=3)
+    values = {
+        "num_episodes": 3,
+        "mean_reward": reward,
+        "pass_at": {"1": reward},
+        "agent_metrics": {"a/b": 2.0},
+        **values,
+    }
+    record = EvaluationRecord(name=name, version=version, **values)
+    for _ in range(2):
+        finish(FinishEvaluationRequest(run="run", run_dir=str(root), store_url=str(root / "store"), record=record))
 
 
 def test_each_step_is_in_the_record_and_in_tensorboard_once(tmp_path: Path) -> None:
@@ -91,26 +111,76 @@ def test_each_step_is_in_the_record_and_in_tensorboard_once(tmp_path: Path) -> N
 
 
 def test_a_step_that_a_crash_kept_from_tensorboard_is_written_later(tmp_path: Path) -> None:
-    record = _record(tmp_path / "metrics.jsonl", 1, 2)
+    _record(tmp_path, 1, 2)
     sink = TensorBoardSink(tmp_path / "tensorboard")
-    sink.write(1, {"loss": 0.125})
+    sink.write(Entry(1, {"loss": 0.125}))
     sink.close()
     with next((tmp_path / "tensorboard").glob("events.*")).open("ab") as file:
         file.write(b"half an eve")  # cut short by the crash
     sinks = MetricSinks(tmp_path, "run", TENSORBOARD)
-    sinks.sync(record)
-    sinks.sync(_record(record, 3))
+    sinks.sync()
+    _record(tmp_path, 3)
+    sinks.sync()
     sinks.close()
     assert [(step, values["train/loss"]) for step, values in _read_events(tmp_path / "tensorboard")] == [
         (1, 0.125), (2, 0.25), (3, 0.375)
     ]  # fmt: skip
 
 
+def test_evaluations_stand_beside_the_steps_once(tmp_path: Path) -> None:
+    """Whenever they end, under the version that they are of; a failure has no numbers, and what is there stays."""
+    _record(tmp_path, 1, 2)
+    _evaluate(tmp_path, 0)
+    _evaluate(tmp_path, 1, "maths", failure="the store is full")
+    for late in (None, 1, 2):
+        sinks = MetricSinks(tmp_path, "run", TENSORBOARD)
+        sinks.sync()
+        if late is not None:
+            _evaluate(tmp_path, late, "maths", num_episodes=0, mean_reward=None, pass_at={}, lost={"agent": 3})
+            sinks.sync()
+        sinks.close()
+    events = _read_events(tmp_path / "tensorboard")
+    assert [(step, sorted(values)[0].rpartition("/")[0]) for step, values in events] == [
+        (0, "eval"), (1, "train"), (2, "train"), (1, "eval/maths"), (2, "eval/maths")
+    ]  # fmt: skip
+    assert events[0][1] == {
+        "eval/num_episodes": 3, "eval/num_lost": 0, "eval/mean_sampled_tokens": 0, "eval/agent_a_b": 2,
+        "eval/reward_mean": 0, "eval/reward_mean_low": 0, "eval/reward_mean_high": 1,
+        "eval/pass_at_1": 0, "eval/pass_at_1_low": 0, "eval/pass_at_1_high": 1,
+    }  # fmt: skip
+    assert events[3][1].keys() == {
+        f"eval/maths/{name}" for name in ("num_episodes", "num_lost", "mean_sampled_tokens", "agent_a_b")
+    }
+    assert events[3][1]["eval/maths/num_lost"] == 3
+
+
+def test_an_evaluation_that_ends_after_the_last_step_is_written(tmp_path: Path) -> None:
+    """No step follows that would bring it; one that ends just before the trainer does is not lost either."""
+    train = TrainSection(device="cpu", metrics=TENSORBOARD)
+    trainer = Trainer()
+    trainer.prepare(build_prepare_request(tmp_path, train))
+    trainer.train_step(build_request(tmp_path, 1, train), lambda text: None)
+    run = tmp_path / "run"
+    _evaluate(run, 1)
+    deadline = time.monotonic() + 60
+    while (1, "eval") not in _list_events(run):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    _evaluate(run, 1, "late")
+    trainer.close()
+    assert _list_events(run) == [(1, "train"), (1, "eval"), (1, "eval/late")]
+
+
+def _list_events(run: Path) -> list[tuple[int, str]]:
+    return [(step, next(iter(values)).rpartition("/")[0]) for step, values in _read_events(run / "tensorboard")]
+
+
 def test_a_failing_sink_is_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "tensorboard").write_text("in the way")
     sinks = MetricSinks(tmp_path, "run", TENSORBOARD)
     with caplog.at_level(logging.WARNING):
-        sinks.sync(_record(tmp_path / "metrics.jsonl", 1))
+        _record(tmp_path, 1)
+        sinks.sync()
     sinks.close()
     assert "metrics sink tensorboard cannot be opened, the run goes on without it" in caplog.text
 
@@ -129,10 +199,10 @@ def test_a_service_gets_each_step_under_its_number(tmp_path: Path, monkeypatch: 
     (tmp_path / "packages/trackio.py").write_text(TRACKIO)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
     monkeypatch.setenv("CALLS", str(tmp_path / "calls"))
-    record = _record(tmp_path / "metrics.jsonl", 1, 2)
-    for more in ([], [3]):
+    for steps in ([1, 2], [3]):
+        _record(tmp_path, *steps)
         sinks = MetricSinks(tmp_path, "mine", MetricsSpec(trackio_project="p"))
-        sinks.sync(_record(record, *more))
+        sinks.sync()
         sinks.close()
     sys.modules.pop("trackio", None)
     calls: list[list[Any]] = [json.loads(line) for line in (tmp_path / "calls").read_text().splitlines()]
@@ -147,7 +217,42 @@ def test_wandb_takes_steps_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     sinks = MetricSinks(tmp_path, "mine", MetricsSpec(wandb_project="p"))
-    sinks.sync(_record(tmp_path / "metrics.jsonl", 1, 2))
+    _record(tmp_path, 1, 2)
+    sinks.sync()
+    _evaluate(tmp_path, 1)  # of an earlier step than the last one
+    sinks.sync()
     sinks.close()
-    assert json.loads((tmp_path / "wandb.json").read_text()) == {"last_step": 2}
-    assert list((tmp_path / "wandb").glob("offline-run-*/run-mine.wandb"))
+    assert json.loads((tmp_path / "wandb.json").read_text()) == {"last_step": 2, "evaluated": ["eval@1"]}
+    (path,) = (tmp_path / "wandb").glob("offline-run-*/run-mine.wandb")
+    rows = _read_wandb(path)
+    assert [(row["step"], row.get("loss"), row.get("eval/reward_mean")) for row in rows] == [
+        (1, 0.125, None), (2, 0.25, None), (1, None, 0.25)
+    ]  # fmt: skip
+
+
+def _read_wandb(path: Path) -> list[dict[str, Any]]:
+    """What was logged, row by row."""
+    from wandb.proto import wandb_internal_pb2
+
+    rows = []
+    for content in _read_leveldb_log(path.read_bytes(), 7):
+        record = wandb_internal_pb2.Record.FromString(content)
+        if record.WhichOneof("record_type") == "history":
+            items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+            rows.append({name: value for name, value in items.items() if not name.startswith("_")})
+    return rows
+
+
+def _read_leveldb_log(content: bytes, position: int) -> Iterator[bytes]:
+    """Records of LevelDB's log format: blocks of 32 KiB, chunks with checksum, length and a type (1, or 2 to 4)."""
+    body = b""
+    while position + 7 <= len(content):
+        if 32768 - position % 32768 < 7:
+            position += 32768 - position % 32768
+            continue
+        size, kind = struct.unpack("<HB", content[position + 4 : position + 7])
+        body += content[position + 7 : position + 7 + size]
+        position += 7 + size
+        if kind in (1, 4):
+            yield body
+            body = b""
