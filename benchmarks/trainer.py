@@ -1,14 +1,28 @@
-"""One GRPO step of the trainer against TRL's GRPO loss and a plain loop: same model, batch, loss and threads, one run.
+"""One GRPO step of the trainer against TRL's GRPO loss and a plain loop: same model, batch, loss and threads.
 
     python -m benchmarks.trainer --json
-    python -m benchmarks.trainer --shape smollm2 --groups 2 --members 4 --min-tokens 200 --max-tokens 700 --json
+    python -m benchmarks.trainer --shape smollm2 --json
 
-TRL runs its own trainer's `_compute_loss`, then a backward pass, as many times as there are micro-batches, and the same
-optimizer step (`benchmarks.trl_loss`; without TRL it is left out). The plain loop is what one writes first: groups in
-order, padded to the longest sample, an attention mask, logits for every position and a float32 log-softmax over them.
-Rounds alternate, and the medians are compared. All include the optimizer's step; none reads or writes files. The whole
-`train_step`, files included, is timed as well. Memory is the peak of a process of its own for each, above what it held
-before the step.
+A step is forward and backward passes over the batch, the clipping of the gradient, and the optimizer's step; files are
+neither read nor written. All contestants start from the same weights and samples, with the same advantages and weights
+of tokens, the same AdamW and the same number of threads:
+
+trainer  `trainer.step.apply_step`, as `train_step` calls it, its metrics included: samples end to end in one row,
+         logits at the sampled positions only. `tokens_per_microbatch` is its own default (2,048) or `--microbatch`.
+trl      TRL's `GRPOTrainer._compute_loss` (`benchmarks.trl_loss`), which pads prompts on the left and completions on
+         the right, and computes logits for the completions; a backward pass after each `--batch-samples` samples. Left
+         out where TRL is not installed.
+plain    what one writes first: samples padded to the longest, an attention mask, logits at every position and a float32
+         log-softmax over them; as many samples in a pass as TRL's.
+
+No reward equals its group's mean, so that no contestant can leave a sample out: the trainer would do so. By default
+`--shape smollm2` fits into one pass of each.
+
+Each contestant is alone in a process of its own, one after the other; in every round the order is turned around. A
+process loads the model, takes a step that warms up, and then `--steps` timed ones. Medians are over all timed steps of
+all rounds. Memory is the highest resident size during the steps above what it was before the first: gradients, the
+optimizer's state and activations; `process` is all that it held. Loss and gradient norm of the first step must agree,
+or the command fails; as its ratios are 1, it is the norm that depends on the model.
 
 CPU seconds are given too: they mean something also while other processes want the cores. Set OMP_WAIT_POLICY=PASSIVE
 there, or threads that spin while they wait for each other are all that is measured.
@@ -17,14 +31,12 @@ there, or threads that spin while they wait for each other are all that is measu
 from __future__ import annotations
 
 import argparse
-import copy
 import importlib.util
 import json
 import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,72 +44,85 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.trl_loss import build_trl_inputs, build_trl_trainer
+from benchmarks.trainer_contestants import CONTESTANTS, ContestantName, Measured, list_samples
 from everroll.contracts.spec import ModelSection, TrainSection
-from everroll.contracts.training import PrepareTrainerRequest, TrainRequest
+from everroll.contracts.training import TrainRequest
 from everroll.store import LocalStore
-from everroll.tokens.samples import Sample
 from tests.trainer_helpers import RUN, build_sample, store_episode, store_group
-from trainer.batch import TrainingBatch, load_batch
-from trainer.checkpoint import LoadedState
-from trainer.microbatches import Row, build_rows
-from trainer.model import Policy
-from trainer.optimizer import build_optimizer
-from trainer.service import Trainer
-from trainer.step import apply_step
+from trainer.batch import load_batch
 
-SHAPES: dict[str, dict[str, int]] = {
-    "tiny": {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 256,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 32,
-    },
-    # SmolLM2-135M, with random weights.
-    "smollm2": {
-        "vocab_size": 49152,
-        "hidden_size": 576,
-        "intermediate_size": 1536,
-        "num_hidden_layers": 30,
-        "num_attention_heads": 9,
-        "num_key_value_heads": 3,
-        "head_dim": 64,
-    },
+_PROCESS_SECONDS = 1800
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model with random weights, and a batch that a step over it takes seconds for."""
+
+    config: dict[str, int]
+    groups: int
+    members: int
+    min_tokens: int
+    max_tokens: int
+    rounds: int
+    steps: int
+
+
+SHAPES = {
+    "tiny": Shape(
+        config={
+            "vocab_size": 512,
+            "hidden_size": 128,
+            "intermediate_size": 256,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+        },
+        groups=8,
+        members=8,
+        min_tokens=200,
+        max_tokens=900,
+        rounds=2,
+        steps=4,
+    ),
+    "smollm2": Shape(  # SmolLM2-135M
+        config={
+            "vocab_size": 49152,
+            "hidden_size": 576,
+            "intermediate_size": 1536,
+            "num_hidden_layers": 30,
+            "num_attention_heads": 9,
+            "num_key_value_heads": 3,
+            "head_dim": 64,
+        },
+        groups=1,
+        members=4,
+        min_tokens=100,
+        max_tokens=300,
+        rounds=2,
+        steps=2,
+    ),
 }
-
-CONTESTANTS = ("trainer", "trl", "plain")
-HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="tiny")
-    parser.add_argument("--groups", type=int, default=8)
-    parser.add_argument("--members", type=int, default=8)
-    parser.add_argument("--min-tokens", type=int, default=200)
-    parser.add_argument("--max-tokens", type=int, default=900)
+    for name in ("groups", "members", "min-tokens", "max-tokens", "rounds", "steps"):
+        parser.add_argument(f"--{name}", type=int, help="default: the shape's")
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--microbatch", type=int, help="tokens per micro-batch (default: the trainer's choice)")
     parser.add_argument("--padding-free", choices=["auto", "on", "off"], default="auto")
     parser.add_argument("--batch-samples", type=int, default=8, help="samples in one pass of TRL and the plain loop")
-    parser.add_argument("--memory-of", choices=CONTESTANTS, help=argparse.SUPPRESS)
+    parser.add_argument("--files", action="store_true", help="also time what `train_step` reads and writes")
     parser.add_argument("--json", action="store_true", help="end with one JSON object")
     arguments = parser.parse_args()
-    torch.set_num_threads(arguments.threads)
-    if arguments.memory_of:
-        print(json.dumps(measure_memory(arguments)))
-        return
-    results = run(arguments) | {
-        f"{name}_peak_mib": run_for_memory(name) for name in CONTESTANTS if name != "trl" or HAS_TRL
-    }
+    for name in ("groups", "members", "min_tokens", "max_tokens", "rounds", "steps"):
+        if vars(arguments)[name] is None:
+            setattr(arguments, name, vars(SHAPES[arguments.shape])[name])
+    results = run(arguments)
     for name, value in results.items():
         print(f"{name:28} {value}")
     if arguments.json:
@@ -105,87 +130,54 @@ def main() -> None:
 
 
 def run(arguments: argparse.Namespace) -> dict[str, Any]:
-    """All measurements of time of one run, rounded."""
-    with tempfile.TemporaryDirectory() as folder:
-        setting = build_setting(Path(folder), arguments)
-        contestants = {name: Contestant(setting, name) for name in CONTESTANTS if name != "trl" or HAS_TRL}
-        times: dict[str, list[Times]] = {name: [] for name in contestants}
-        largest_difference = 0.0
-        for round_number in range(arguments.rounds + 1):  # the first one warms up
-            losses = {}
-            for name, contestant in contestants.items():
-                measured, losses[name] = contestant.time()
-                if round_number > 0:
-                    times[name].append(measured)
-            if round_number == 0:  # later the models differ by what rounding made of them
-                largest_difference = max(losses.values()) - min(losses.values())
-        whole_seconds = time_whole_step(setting.request)
-        packed = contestants["trainer"].state.policy.packed
-    num_tokens = sum(sample.num_tokens for sample in list_samples(setting.batch))
-    medians = {name: _compute_medians(values) for name, values in times.items()}
-    wall, cpu = medians["trainer"]
+    """All that was measured, rounded.
+
+    Raises:
+        SystemExit: the contestants did not compute the same.
+    """
+    names = [name for name in CONTESTANTS if name != "trl" or importlib.util.find_spec("trl") is not None]
+    with tempfile.TemporaryDirectory() as root:
+        folder = Path(root)
+        request = write_setting(folder, arguments)
+        samples = list_samples(load_batch(request, SHAPES[arguments.shape].config["vocab_size"]))
+        measured: dict[ContestantName, list[Measured]] = {name: [] for name in names}
+        for round_number in range(arguments.rounds):
+            for name in names if round_number % 2 == 0 else names[::-1]:
+                measured[name].append(Measured.model_validate_json(run_process(folder, name, arguments)))
+        files = json.loads(run_process(folder, "files", arguments)) if arguments.files else None
+    first = [process for processes in measured.values() for process in processes]
+    compare(measured)
     results: dict[str, Any] = {
         "benchmark": "trainer",
         "shape": arguments.shape,
         "threads": arguments.threads,
-        "samples": len(list_samples(setting.batch)),
-        "tokens": num_tokens,
-        "padding_free": packed,
+        "samples": len(samples),
+        "tokens": sum(sample.num_tokens for sample in samples),
+        "sampled_tokens": sum(sample.num_sampled_tokens for sample in samples),
+        "loss": first[0].loss,
+        "grad_norm": first[0].grad_norm,
+        "grad_norm_largest_deviation": float(f"{compute_deviation([process.grad_norm for process in first]):.1e}"),
     }
-    for name, (its_wall, its_cpu) in medians.items():
-        results[f"{name}_seconds"] = round(its_wall, 3)
-        results[f"{name}_cpu_seconds"] = round(its_cpu, 3)
-        results[f"{name}_tokens_per_second"] = round(num_tokens / its_wall)
-        if name != "trainer":
-            results[f"speedup_over_{name}"] = round(its_wall / wall, 2)
-            results[f"cpu_speedup_over_{name}"] = round(its_cpu / cpu, 2)
-    return results | {
-        "whole_step_seconds": round(whole_seconds, 3),
-        "files_seconds": round(whole_seconds - wall, 3),
-        "loss_difference": float(f"{largest_difference:.2e}"),
-    }
+    results |= describe(measured, results["tokens"])
+    return results if files is None else results | {"files_seconds": round(files["seconds"], 3)}
 
 
-def run_for_memory(name: str) -> float:
-    """MiB, from a process of its own with this one's arguments."""
-    command = [sys.executable, "-m", "benchmarks.trainer", *sys.argv[1:], "--memory-of", name]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600)
-    return float(json.loads(done.stdout.splitlines()[-1]))
+def run_process(folder: Path, name: str, arguments: argparse.Namespace) -> str:
+    """The last line that a contestant prints."""
+    command = [sys.executable, "-m", "benchmarks.trainer_contestants", str(folder), name]
+    for option in ("steps", "threads", "batch_samples"):
+        command += [f"--{option.replace('_', '-')}", str(vars(arguments)[option])]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True, timeout=_PROCESS_SECONDS)
+    return done.stdout.splitlines()[-1]
 
 
-def measure_memory(arguments: argparse.Namespace) -> float:
-    """Peak MiB of this process during two steps, above what it held before."""
-    with tempfile.TemporaryDirectory() as folder:
-        contestant = Contestant(build_setting(Path(folder), arguments), arguments.memory_of)
-        before = _read_status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far
-        contestant.time()
-        contestant.time()
-        return round(_read_status("VmHWM") - before, 1)
-
-
-def _read_status(field: str) -> float:
-    """MiB; Linux only."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(field))
-
-
-@dataclass(frozen=True)
-class Setting:
-    """What all contestants share."""
-
-    model: Any
-    train: TrainSection
-    request: TrainRequest
-    batch: TrainingBatch
-    folder: Path
-    batch_samples: int
-
-
-def build_setting(folder: Path, arguments: argparse.Namespace) -> Setting:
+def write_setting(folder: Path, arguments: argparse.Namespace) -> TrainRequest:
+    """Store a model with random weights, and a batch of random samples, half of whose tokens were sampled."""
     torch.manual_seed(0)
-    config = LlamaConfig(**SHAPES[arguments.shape], max_position_embeddings=8192, tie_word_embeddings=True)
-    model = LlamaForCausalLM(config).eval()
+    config = SHAPES[arguments.shape].config
+    LlamaForCausalLM(
+        LlamaConfig(**config, max_position_embeddings=8192, tie_word_embeddings=True)  # type: ignore[arg-type]
+    ).save_pretrained(folder / "model")
     train = TrainSection(
         learning_rate=1e-5,
         device="cpu",
@@ -193,127 +185,59 @@ def build_setting(folder: Path, arguments: argparse.Namespace) -> Setting:
         tokens_per_microbatch=arguments.microbatch,
         padding_free=arguments.padding_free,
     )
-    model.save_pretrained(folder / "model")
-    request = build_request(folder, train, arguments)
-    batch = load_batch(request, SHAPES[arguments.shape]["vocab_size"])
-    return Setting(model, train, request, batch, folder, arguments.batch_samples)
-
-
-def build_request(root: Path, train: TrainSection, arguments: argparse.Namespace) -> TrainRequest:
-    """Store a batch of random samples, half of whose tokens were sampled."""
     rng = np.random.default_rng(0)
-    store = LocalStore(root / "store")
-    vocab_size = SHAPES[arguments.shape]["vocab_size"]
+    store = LocalStore(folder / "store")
     items = []
     for group in range(arguments.groups):
         outcomes = []
         for member in range(arguments.members):
             length = int(rng.integers(arguments.min_tokens, arguments.max_tokens + 1))
-            sample = build_sample(rng, length, num_prompt=length // 2, vocab_size=vocab_size)
-            outcomes.append(store_episode(store, group, member, float(rng.integers(0, 3)), [sample]))
+            sample = build_sample(rng, length, num_prompt=length // 2, vocab_size=config["vocab_size"])
+            outcomes.append(store_episode(store, group, member, float(rng.uniform()), [sample]))
         items.append(store_group(store, group, outcomes))
-    return TrainRequest(
+    request = TrainRequest(
         run=RUN,
-        run_dir=str(root / "run"),
+        run_dir=str(folder / "run"),
         step=1,
         seed=0,
-        store_url=str(root / "store"),
+        store_url=str(folder / "store"),
         batch=items,
-        model=ModelSection(path=str(root / "model")),
+        model=ModelSection(path=str(folder / "model")),
         train=train,
     )
+    (folder / "request.json").write_text(request.model_dump_json())
+    return request
 
 
-Times = tuple[float, float]
-"""Wall and CPU seconds."""
+def compare(measured: dict[ContestantName, list[Measured]]) -> None:
+    """Raises SystemExit unless loss and gradient norm agree. The loss is near 0, as the sum of advantages is."""
+    everyone = [process for processes in measured.values() for process in processes]
+    losses, norms = [process.loss for process in everyone], [process.grad_norm for process in everyone]
+    if max(losses) - min(losses) > 1e-5 or compute_deviation(norms) > 1e-4:
+        seen = {name: [(process.loss, process.grad_norm) for process in parts] for name, parts in measured.items()}
+        raise SystemExit(f"the contestants computed different losses and gradient norms: {seen}")
 
 
-def _read_clocks(since: Times = (0.0, 0.0)) -> Times:
-    return time.perf_counter() - since[0], time.process_time() - since[1]
+def compute_deviation(values: Sequence[float]) -> float:
+    """Largest difference, relative to the largest value."""
+    return (max(values) - min(values)) / max(abs(value) for value in values)
 
 
-def _compute_medians(times: Sequence[Times]) -> Times:
-    return statistics.median(wall for wall, _ in times), statistics.median(cpu for _, cpu in times)
-
-
-class Contestant:
-    """A copy of the model with an optimizer of its own."""
-
-    def __init__(self, setting: Setting, name: str) -> None:
-        self._setting = setting
-        self._name = name
-        # Only the trainer's own model attends as the trainer wants; the others keep what transformers gives them.
-        train = setting.train if name == "trainer" else setting.train.model_copy(update={"padding_free": "off"})
-        model = copy.deepcopy(setting.model)
-        attention = model.config._attn_implementation
-        policy = Policy(model, torch.device("cpu"), train)
+def describe(measured: dict[ContestantName, list[Measured]], num_tokens: int) -> dict[str, Any]:
+    """Medians over the timed steps of all processes; of memory, over processes."""
+    wall = {name: statistics.median(t for p in parts for t in p.wall_seconds) for name, parts in measured.items()}
+    cpu = {name: statistics.median(t for p in parts for t in p.cpu_seconds) for name, parts in measured.items()}
+    results: dict[str, Any] = {}
+    for name, processes in measured.items():
+        results[f"{name}_tokens_per_second"] = round(num_tokens / wall[name])
+        results[f"{name}_seconds"] = round(wall[name], 3)
+        results[f"{name}_cpu_seconds"] = round(cpu[name], 3)
+        results[f"{name}_peak_mib"] = round(statistics.median(process.peak_mib for process in processes))
+        results[f"{name}_process_mib"] = round(statistics.median(process.process_mib for process in processes))
         if name != "trainer":
-            model.set_attn_implementation(attention)
-        self.state = LoadedState(policy, build_optimizer(policy, train), version=0)
-        self._trl = build_trl_trainer(model, train, setting.folder / "trl") if name == "trl" else None
-        if self._trl is not None:
-            self._trl.model.eval()
-
-    def time(self) -> tuple[Times, float]:
-        """Times and loss of one step."""
-        started = _read_clocks()
-        loss = self._step_trainer() if self._name == "trainer" else self._step_other()
-        return _read_clocks(started), loss
-
-    def _step_trainer(self) -> float:
-        return apply_step(self.state, self._setting.batch, self._setting.request, lambda text: None)["loss"]
-
-    def _step_other(self) -> float:
-        rows = build_rows(self._setting.batch.groups, self._setting.train)
-        num_items = sum(row.sample.num_sampled_tokens for row in rows)
-        self.state.optimizer.zero_grad()
-        loss = 0.0
-        for start in range(0, len(rows), self._setting.batch_samples):
-            part = rows[start : start + self._setting.batch_samples]
-            if self._trl is None:
-                part_loss = compute_plain_loss(self.state.policy.model, part)
-            else:
-                part_loss = self._trl._compute_loss(self._trl.model, build_trl_inputs(part, num_items))
-            part_loss.backward()  # type: ignore[no-untyped-call]
-            loss += float(part_loss.detach())
-        torch.nn.utils.clip_grad_norm_(self.state.policy.model.parameters(), 1.0)
-        self.state.optimizer.step()
-        return loss
-
-
-def compute_plain_loss(model: Any, rows: Sequence[Row]) -> Tensor:
-    """Clipped surrogate over padded [B, T] arrays."""
-    ids_BT = pad_sequence([torch.tensor(row.sample.token_ids, dtype=torch.int64) for row in rows], batch_first=True)
-    real_BT = pad_sequence([torch.ones(row.sample.num_tokens, dtype=torch.int64) for row in rows], batch_first=True)
-    mask_BT = pad_sequence([torch.tensor(row.sample.loss_mask) for row in rows], batch_first=True)[:, 1:].float()
-    advantages_B1 = torch.tensor([row.advantage for row in rows])[:, None]
-    weights_B1 = torch.tensor([row.token_weight for row in rows])[:, None]
-    logits_BTV = model(input_ids=ids_BT, attention_mask=real_BT, use_cache=False).logits[:, :-1].float()
-    logprobs_BT = torch.log_softmax(logits_BTV, -1).gather(-1, ids_BT[:, 1:, None])[..., 0]
-    ratio_BT = torch.exp(logprobs_BT - logprobs_BT.detach())
-    bounded_BT = ratio_BT.clamp(0.8, 1.2)
-    loss_BT = -torch.minimum(ratio_BT * advantages_B1, bounded_BT * advantages_B1)
-    return (weights_B1 * loss_BT * mask_BT).sum()
-
-
-def time_whole_step(request: TrainRequest) -> float:
-    """Seconds of `train_step` with checkpoint and weights written, after one that warms up."""
-    trainer = Trainer()
-    trainer.prepare(
-        PrepareTrainerRequest(
-            run=request.run, run_dir=request.run_dir, seed=request.seed, model=request.model, train=request.train
-        )
-    )
-    trainer.train_step(request, lambda text: None)
-    started = time.perf_counter()
-    trainer.train_step(request.model_copy(update={"step": 2}), lambda text: None)
-    seconds = time.perf_counter() - started
-    trainer.close()
-    return seconds
-
-
-def list_samples(batch: TrainingBatch) -> list[Sample]:
-    return [sample for group in batch.groups for episode in group.episodes for sample in episode.samples]
+            results[f"speedup_over_{name}"] = round(wall[name] / wall["trainer"], 2)
+            results[f"cpu_speedup_over_{name}"] = round(cpu[name] / cpu["trainer"], 2)
+    return results
 
 
 if __name__ == "__main__":

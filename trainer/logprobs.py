@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 MAX_CHUNK_ELEMENTS = 1 << 26
 """Most logits in one chunk: 256 MiB in float32."""
 _CPU_BLOCK_ELEMENTS = 1 << 20
-"""Logits that are worked on at a time, so that they stay in the processor's cache. An accelerator takes a whole chunk."""
+"""Logits worked on at a time, so that they stay in the processor's cache. An accelerator takes a whole chunk."""
 _LOWEST = -1e4
 """Of a logit below the row's largest: its probability is 0 in any type, and 0 x infinity would not be a number."""
 
@@ -76,7 +76,7 @@ class _Logprobs(torch.autograd.Function):
         return logprobs_C, entropy_C
 
     @staticmethod
-    @once_differentiable  # type: ignore[misc, no-untyped-call]
+    @once_differentiable
     def backward(ctx: Any, gradient_C: Tensor, _: Tensor) -> tuple[Tensor, None, None]:
         if ctx.spent:
             raise RuntimeError("a second backward pass through the same log-probabilities")
