@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from datetime import UTC, datetime
+from itertools import count
 
 from everroll.contracts.health import AbortSummary, BudgetState, EpisodesReport, ServerTrouble
 from everroll.contracts.spec import AbortBudgetSpec
 
-_ABORTED, _COLLECTED = "a", "c"
+_COLLECTED = "c"
+_FIRST_LETTER = 0x100
+"""Letters of servers begin beyond those of ASCII."""
 
 
 class AbortBudget:
@@ -22,30 +25,45 @@ class AbortBudget:
         if report.num_collected:
             self._state.troubles = []
             self.note_success()
+        window = self._state.window + _COLLECTED * report.num_collected
         for abort in report.aborts:
-            self._blame(abort)
-        num_aborted = sum(abort.count for abort in report.aborts)
-        window = self._state.window + _COLLECTED * report.num_collected + _ABORTED * num_aborted
+            _count(_find_or_add(self._state.troubles, abort), abort)
+            window += self._find_letter(abort) * abort.count
         self._state.window = window[-self._spec.window :]
+        for letter in list(self._state.blamed):
+            self._state.blamed[letter].count = self._state.window.count(letter)
+            if not self._state.blamed[letter].count:
+                del self._state.blamed[letter]
 
     def find_excess(self) -> ServerTrouble | None:
-        """The server to blame when the budget is exceeded."""
+        """The server to blame when the budget is exceeded: the worst of the window, or one that has been dead for long.
+
+        Never right after a success, whatever came before.
+        """
         troubles = self._state.troubles
         if not troubles:
             return None
-        worst = max(troubles, key=lambda trouble: trouble.count)
-        if self._state.window.count(_ABORTED) > self._spec.max_share * self._spec.window:
-            return worst
+        if self._is_share_exceeded:
+            return max(self._state.blamed.values(), key=lambda trouble: trouble.count)
         return next((t for t in troubles if t.server and t.last_at - t.first_at >= self._spec.dead_seconds), None)
 
     def describe(self, trouble: ServerTrouble) -> str:
         """Server, cause, first and last occurrence, and count, in words."""
-        num_aborted = self._state.window.count(_ABORTED)
+        named = f"{trouble.server or 'No server'} is named by {trouble.count} of them"
+        if not self._is_share_exceeded:
+            named += " without a success in between"
         return (
-            f"abort budget exceeded: {num_aborted} of the last {len(self._state.window)} episodes were aborted. "
-            f"{trouble.server or 'No server'} is named by {trouble.count} of them without a success in between, "
-            f"{_describe_times(trouble)}"
+            f"abort budget exceeded: {self._num_aborted} of the last {len(self._state.window)} episodes were aborted. "
+            f"{named}, {_describe_times(trouble)}"
         )
+
+    @property
+    def _num_aborted(self) -> int:
+        return len(self._state.window) - self._state.window.count(_COLLECTED)
+
+    @property
+    def _is_share_exceeded(self) -> bool:
+        return bool(self._state.blamed) and self._num_aborted > self._spec.max_share * self._spec.window
 
     def describe_relapses(self) -> str:
         """What to add when pauses follow each other without a success in between; empty otherwise."""
@@ -69,17 +87,38 @@ class AbortBudget:
     def reset(self) -> None:
         """Start counting anew, after a pause."""
         self._state.window = ""
+        self._state.blamed = {}
         self._state.troubles = []
 
-    def _blame(self, abort: AbortSummary) -> None:
-        known = next((t for t in self._state.troubles if t.server == abort.cause.server), None)
-        if known is None:
-            known = ServerTrouble(server=abort.cause.server, cause=abort.cause, first_at=abort.first_at)
-            self._state.troubles.append(known)
-        known.cause = abort.cause
-        known.count += abort.count
-        known.first_at = min(known.first_at, abort.first_at)
-        known.last_at = max(known.last_at, abort.last_at)
+    def _find_letter(self, abort: AbortSummary) -> str:
+        """The letter of the server that an abort blames, which is known from now on."""
+        blamed = self._state.blamed
+        letter = next((known for known, trouble in blamed.items() if trouble.server == abort.cause.server), None)
+        if letter is None:
+            letter = next(letter for letter in map(chr, count(_FIRST_LETTER)) if letter not in blamed)
+            blamed[letter] = _build_trouble(abort)
+        _count(blamed[letter], abort)
+        return letter
+
+
+def _find_or_add(troubles: list[ServerTrouble], abort: AbortSummary) -> ServerTrouble:
+    known = next((trouble for trouble in troubles if trouble.server == abort.cause.server), None)
+    if known is None:
+        known = _build_trouble(abort)
+        troubles.append(known)
+    return known
+
+
+def _build_trouble(abort: AbortSummary) -> ServerTrouble:
+    """None counted yet."""
+    return ServerTrouble(server=abort.cause.server, cause=abort.cause, first_at=abort.first_at)
+
+
+def _count(trouble: ServerTrouble, abort: AbortSummary) -> None:
+    trouble.cause = abort.cause
+    trouble.count += abort.count
+    trouble.first_at = min(trouble.first_at, abort.first_at)
+    trouble.last_at = max(trouble.last_at, abort.last_at)
 
 
 def describe_trouble(trouble: ServerTrouble) -> str:

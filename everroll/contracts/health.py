@@ -31,7 +31,7 @@ class EpisodesReport(Payload):
 
 
 class ServerTrouble(Payload):
-    """Aborts that name one server, since its last success. Times are Unix seconds."""
+    """Aborts that name one server. Times are Unix seconds."""
 
     model_config = ConfigDict(frozen=False)
 
@@ -50,8 +50,12 @@ class BudgetState(Payload):
     model_config = ConfigDict(frozen=False)
 
     window: str = ""
-    """The last episodes, oldest first: `a` for aborted, `c` for collected."""
+    """The last episodes, oldest first: `c` for collected; for an aborted one the letter of the server to blame."""
+    blamed: dict[str, ServerTrouble] = Field(default_factory=dict)
+    """By letter: the servers that the window blames, with the aborts that are in it. `first_at` may be that of an
+    earlier one, if there have been some ever since."""
     troubles: list[ServerTrouble] = Field(default_factory=list)
+    """Aborts since the last success."""
     relapses: int = 0
     """Pauses that ended because the server answered its probe, without a success since: it does not work all the same.
     """

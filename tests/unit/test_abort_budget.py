@@ -74,6 +74,35 @@ def test_the_window_alone_cannot_blame_time_on_nobody() -> None:
     assert budget.find_excess() is None
 
 
+def test_the_worst_server_of_the_window_is_named_not_that_of_the_latest_failure() -> None:
+    budget, state = build()
+    budget.add(report(aborted=4, at=1.0))
+    budget.add(report(collected=1))
+    budget.add(report(aborted=2, at=2.0, server="http://127.0.0.1:8820"))
+    trouble = budget.find_excess()
+    assert trouble is not None
+    assert (trouble.server, trouble.count) == (SERVER, 4)
+    text = budget.describe(trouble)
+    assert f"6 of the last 7 episodes were aborted. {SERVER} is named by 4 of them, first at" in text
+    budget.add(report(collected=2))
+    budget.add(report(aborted=3, at=3.0, server="http://127.0.0.1:8820"))
+    trouble = budget.find_excess()
+    assert trouble is not None
+    assert (trouble.server, trouble.count) == ("http://127.0.0.1:8820", 5)
+    budget.add(report(collected=10))
+    assert state.blamed == {}
+
+
+def test_servers_that_come_and_go_keep_the_state_small() -> None:
+    budget, state = build()
+    for number in range(1000):
+        budget.add(report(aborted=1, server=f"http://127.0.0.1:{number}"))
+        budget.add(report(collected=1))
+    assert len(state.window) == 10
+    assert len(state.blamed) == 5
+    assert max(map(ord, state.window)) < 0x110
+
+
 def test_state_survives_continue_as_new() -> None:
     budget, state = build()
     budget.add(report(collected=4, aborted=5, at=7.0))
