@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,6 +13,8 @@ from everroll.contracts.steering import MAX_STEERINGS, SteeringRecord
 from everroll.contracts.training import MAX_RECENT_STEPS, RunState, StepRecord
 from trainer.rundir import AppliedStep
 
+_HOLDS_PER_RESUME = 2**32
+"""More than an execution holds its groups; also beyond what earlier versions began with, the seconds since 1970."""
 _SHOWN_METRICS = ("loss", "grad_norm", "entropy", "clip_fraction", "logprob_gap_mean", "learning_rate")
 
 
@@ -69,8 +70,8 @@ def build_state(
         num_episodes=sum(result.num_episodes for result in settled.values()),
         num_sampled_tokens=sum(result.num_sampled_tokens for result in settled.values()),
         recent_steps=[build_step_record(record, settled) for _, record in sorted(steps.items())[-MAX_RECENT_STEPS:]],
-        # Groups that still play have been told some number; the clock is beyond any count.
-        hold_number=int(time.time()),
+        # Groups that still play have been told some number: those of later executions are all higher.
+        hold_number=num_resumes * _HOLDS_PER_RESUME,
         steerings=list(steerings)[-MAX_STEERINGS:],
         num_steerings=steerings[-1].number if steerings else 0,
     )

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import time
+
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -72,3 +75,14 @@ def test_a_group_that_was_trained_and_found_stale_later_is_trained() -> None:
     """The step's record is what counts, in whatever order the two were written."""
     state = build_state({1: build_step(1, [0], None)}, {0: dropped(0)}, dataset=DATASET)
     assert (state.trained_groups, state.dropped_groups, state.ready) == (1, {}, [])
+
+
+def test_groups_believe_what_a_later_execution_tells_them_whatever_the_clock_shows(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Also those that were told by an earlier version, which began with the seconds since 1970."""
+    numbers = [int(time.time())]
+    for num_resumes in (1, 2):
+        monkeypatch.setattr(time, "time", lambda: 0.0)
+        numbers.append(build_state({}, {}, dataset=DATASET, num_resumes=num_resumes).hold_number)
+    assert numbers[0] < numbers[1] < numbers[2] - 1000
