@@ -175,9 +175,9 @@ def write_setting(folder: Path, arguments: argparse.Namespace) -> TrainRequest:
     """Store a model with random weights, and a batch of random samples, half of whose tokens were sampled."""
     torch.manual_seed(0)
     config = SHAPES[arguments.shape].config
-    LlamaForCausalLM(
-        LlamaConfig(**config, max_position_embeddings=8192, tie_word_embeddings=True)  # type: ignore[arg-type]
-    ).save_pretrained(folder / "model")
+    LlamaForCausalLM(LlamaConfig(**config, max_position_embeddings=8192, tie_word_embeddings=True)).save_pretrained(
+        folder / "model"
+    )
     train = TrainSection(
         learning_rate=1e-5,
         device="cpu",
