@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ _SIZES = {"journal": "320m"}
 """Of the session server's more must be free than it keeps in reserve (`min_free_bytes`)."""
 _SIZE = "96m"
 _BALLAST = "ballast"
-_CHUNK_BYTES = 1 << 20
+_PAGE_BYTES = 4096
 
 
 @contextlib.contextmanager
@@ -31,9 +33,12 @@ def open_disks(parent: Path, *, mounted: bool) -> Iterator[None]:
 
 
 def fill(disk: Path) -> None:
-    """Write until there is no room, the last bytes too."""
+    """Until there is no room, the last bytes too."""
     with (disk / _BALLAST).open("wb", buffering=0) as file:
-        for size in (_CHUNK_BYTES, 4096, 1):
+        with contextlib.suppress(OSError):
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(disk).free)
+        file.seek(0, os.SEEK_END)
+        for size in (_PAGE_BYTES, 1):
             with contextlib.suppress(OSError):
                 while file.write(b"\0" * size):
                     pass

@@ -16,7 +16,8 @@ from tests.chaos.plan import Round, Strike
 from tests.chaos.world import RUN, Size, World, open_world
 
 Say = Callable[[str], None]
-_RUN_SECONDS = 300.0
+_RUN_SECONDS = 600.0
+"""Patience for a busy machine; a round takes less than a minute on a quiet one."""
 
 
 @dataclass(frozen=True)

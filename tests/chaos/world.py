@@ -53,7 +53,7 @@ class Size:
     """How large the run is, and how soon its processes are taken for dead."""
 
     num_steps: int = 5
-    groups_per_step: int = 4
+    groups_per_step: int = 3
     episodes_per_group: int = 4
     turns: int = 2
     max_tokens: int = 32

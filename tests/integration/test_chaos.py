@@ -53,8 +53,8 @@ BREACHES = {
     "engine-of-old": Round(
         (
             Strike(publishing(), KillEverything(), "publish-all"),
-            Strike(after_turns(57, 0.2), ResetLinks(("worker-rollout-temporal",)), "reset"),
-            Strike(after_turns(129, 0.2), Kill(("session-server", "worker-workflows")), "kill two"),
+            Strike(after_turns(40, 0.2), ResetLinks(("worker-rollout-temporal",)), "reset"),
+            Strike(after_turns(100, 0.2), Kill(("session-server", "worker-workflows")), "kill two"),
         ),
         replace(Size(seed=0), max_staleness=1),
     ),
