@@ -1,4 +1,4 @@
-"""Heartbeats from a background task, so that an activity's own code need not think of them."""
+"""Heartbeats from the event loop, so that an activity's own code need not think of them."""
 
 from __future__ import annotations
 
@@ -25,23 +25,30 @@ class Progress:
         self.stage = stage
 
 
+class _Pulse:
+    """Beats by timers rather than by a task: an activity that is over at once starts nothing."""
+
+    def __init__(self, progress: Progress, interval_seconds: float) -> None:
+        self._progress = progress
+        self._interval_seconds = interval_seconds
+        self._loop = asyncio.get_running_loop()
+        self._next = self._loop.call_later(min(_FIRST_SECONDS, interval_seconds), self._beat)
+
+    def _beat(self) -> None:
+        self._next = self._loop.call_later(self._interval_seconds, self._beat)
+        activity.heartbeat(self._progress.stage)
+
+    def stop(self) -> None:
+        self._next.cancel()
+
+
 @contextlib.asynccontextmanager
 async def heartbeating(stage: str) -> AsyncIterator[Progress]:
     """Heartbeat three times per heartbeat timeout while the body runs."""
     progress = Progress(stage)
     timeout = activity.info().heartbeat_timeout
-    interval = timeout.total_seconds() / _FRACTION if timeout else _DEFAULT_INTERVAL_SECONDS
-    task = asyncio.create_task(_beat(progress, interval))
+    pulse = _Pulse(progress, timeout.total_seconds() / _FRACTION if timeout else _DEFAULT_INTERVAL_SECONDS)
     try:
         yield progress
     finally:
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await task
-
-
-async def _beat(progress: Progress, interval_seconds: float) -> None:
-    await asyncio.sleep(min(_FIRST_SECONDS, interval_seconds))
-    while True:
-        activity.heartbeat(progress.stage)
-        await asyncio.sleep(interval_seconds)
+        pulse.stop()

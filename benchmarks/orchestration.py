@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 
 from temporalio.client import Client
-from temporalio.worker import PollerBehaviorAutoscaling, Worker
+from temporalio.worker import Worker
 
 from activities.boundary import BoundaryInterceptor
 from activities.runs import GroupActivities
@@ -48,7 +48,7 @@ from everroll.local.plan import TEMPORAL_TUNING
 from everroll.local.ports import choose_port
 from everroll.local.temporal_binary import find_temporal
 from everroll.temporal import MAX_PAYLOAD_BYTES, install_runtime
-from worker.build import LIGHT_ACTIVITIES, MAX_CACHED_WORKFLOWS, MAX_WORKFLOW_TASKS
+from worker.build import LIGHT_ACTIVITIES, MAX_CACHED_WORKFLOWS, MAX_WORKFLOW_TASKS, POLLERS
 from worker.settings import WorkerSettings
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
@@ -119,8 +119,8 @@ async def run_workers(client: Client) -> AsyncIterator[None]:
                 max_concurrent_activities=LIGHT_ACTIVITIES if queue == QUEUE else 2 * settings.max_episodes,
                 sticky_queue_schedule_to_start_timeout=timedelta(seconds=settings.sticky_timeout_seconds),
                 max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
-                workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
-                activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+                workflow_task_poller_behavior=POLLERS,
+                activity_task_poller_behavior=POLLERS,
             )
             await stack.enter_async_context(worker)
         yield

@@ -7,6 +7,7 @@ publishes; a group that runs two activities an episode, then stores and releases
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from datetime import timedelta
 
 from temporalio import activity, workflow
@@ -42,7 +43,8 @@ with workflow.unsafe.imports_passed_through():
     from workflows import policies
 
 _SHA = "0" * 64
-_LIMIT = timedelta(minutes=10)
+_LIMIT = timedelta(seconds=20)
+"""Short, for activities that do nothing: an overloaded server can lose a task on its way to the worker."""
 
 
 @activity.defn(name=names.PREPARE_RUN)
@@ -119,9 +121,16 @@ async def bare_activity(number: int) -> int:
     return number
 
 
-EVERROLL_LIGHT = [prepare_run, store_group, record_run, release_sessions, publish_weights, watch_engines]
-EVERROLL_ROLLOUT = [run_episode, collect_samples]
-EVERROLL_TRAIN = [prepare_trainer, train_step]
+EVERROLL_LIGHT: list[Callable[..., object]] = [
+    prepare_run,
+    store_group,
+    record_run,
+    release_sessions,
+    publish_weights,
+    watch_engines,
+]
+EVERROLL_ROLLOUT: list[Callable[..., object]] = [run_episode, collect_samples]
+EVERROLL_TRAIN: list[Callable[..., object]] = [prepare_trainer, train_step]
 
 
 async def _call(queue: str, activity_id: str | None = None) -> int:

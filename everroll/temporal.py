@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from typing import Any
 
 from temporalio.api.common.v1 import Payload
 from temporalio.contrib.pydantic import PydanticPayloadConverter
-from temporalio.converter import DataConverter, PayloadCodec
+from temporalio.converter import CompositePayloadConverter, DataConverter
 from temporalio.exceptions import ApplicationError
 from temporalio.plugin import SimplePlugin
 from temporalio.runtime import (
@@ -28,10 +29,26 @@ MAX_PAYLOAD_BYTES = 256 * 1024
 _PASSED_THROUGH = ("everroll.contracts", "pydantic", "pydantic_core", "annotated_types", "typing_extensions")
 
 
-class PayloadGuard(PayloadCodec):
-    """Refuses payloads above 256 KiB before they are sent (I9): arrays belong in the store, references in history."""
+_ENCODINGS = tuple(PydanticPayloadConverter().converters.values())
 
-    async def encode(self, payloads: Sequence[Payload]) -> list[Payload]:
+
+class GuardedConverter(CompositePayloadConverter):
+    """Pydantic models as JSON; refuses values above 256 KiB (I9): arrays belong in the store, references in history.
+
+    It refuses where the value is given, so that a workflow or an activity fails by it; a codec would fail the workflow
+    task, again and again. The SDK makes a converter for each workflow and more for each workflow task: the encodings
+    are shared, since each keeps what it has worked out about types.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(*_ENCODINGS)
+
+    def to_payloads(self, values: Sequence[Any]) -> list[Payload]:
+        """
+        Raises:
+            ApplicationError: a value is too large, type `PayloadsTooLarge`; not retryable.
+        """
+        payloads = super().to_payloads(values)
         for payload in payloads:
             if len(payload.data) > MAX_PAYLOAD_BYTES:
                 raise ApplicationError(
@@ -40,10 +57,7 @@ class PayloadGuard(PayloadCodec):
                     type=ErrorType.PAYLOAD_TOO_LARGE.value,
                     non_retryable=True,
                 )
-        return list(payloads)
-
-    async def decode(self, payloads: Sequence[Payload]) -> list[Payload]:
-        return list(payloads)
+        return payloads
 
 
 def install_runtime(metrics_address: str | None = None) -> None:
@@ -61,7 +75,7 @@ def install_runtime(metrics_address: str | None = None) -> None:
 
 
 def build_data_converter() -> DataConverter:
-    return DataConverter(payload_converter_class=PydanticPayloadConverter, payload_codec=PayloadGuard())
+    return DataConverter(payload_converter_class=GuardedConverter)
 
 
 def build_plugin(*, sandboxed: bool = False) -> SimplePlugin:

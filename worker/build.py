@@ -43,6 +43,9 @@ MAX_WORKFLOW_TASKS = 16
 become so slow on a busy machine that they miss their deadlines. Beyond these, tasks wait at the server, which is no
 failure."""
 LIGHT_ACTIVITIES = 64
+POLLERS = PollerBehaviorAutoscaling(maximum=10)
+"""Of the SDK's default of a hundred, each task that is handed out waits at a busy server behind those of the others;
+after a second the server takes it for undeliverable, though it counts as begun, and only its timeout brings it back."""
 
 
 @contextlib.asynccontextmanager
@@ -109,8 +112,8 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
             max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
             graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
             deployment_config=build_deployment_config(settings),
-            workflow_task_poller_behavior=PollerBehaviorAutoscaling(),
-            activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+            workflow_task_poller_behavior=POLLERS,
+            activity_task_poller_behavior=POLLERS,
         )
 
 
@@ -134,7 +137,7 @@ async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIter
             max_concurrent_activities=2 * settings.max_episodes,
             max_heartbeat_throttle_interval=timedelta(seconds=settings.heartbeat_throttle_seconds),
             graceful_shutdown_timeout=timedelta(seconds=settings.graceful_shutdown_seconds),
-            activity_task_poller_behavior=PollerBehaviorAutoscaling(),
+            activity_task_poller_behavior=POLLERS,
         )
         await clients.close()
 
