@@ -14,10 +14,9 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts import names
     from everroll.contracts.health import AwaitServerRequest, EpisodesReport, HoldRequest, Pause
     from everroll.contracts.outcomes import ErrorType
-    from everroll.contracts.spec import RunSpec
-    from everroll.contracts.training import RunState
     from workflows import policies
     from workflows.abort_budget import AbortBudget
+    from workflows.run_core import RunCore
 
 
 class PauseControl:
@@ -25,21 +24,19 @@ class PauseControl:
 
     def __init__(
         self,
-        spec: RunSpec,
-        state: RunState,
+        core: RunCore,
         before_recovery: Callable[[], Awaitable[None]],
         on_change: Callable[[], None],
     ) -> None:
         self._before_recovery = before_recovery
         self._on_change = on_change
-        self._spec = spec
-        self._state = state
-        self._budget = AbortBudget(spec.rollout.abort_budget, state.budget)
+        self._core = core
+        self._spec = core.spec
+        self._state = core.state
+        self._budget = AbortBudget(core.spec.rollout.abort_budget, core.state.budget)
         self._tasks: dict[asyncio.Task[None], None] = {}  # ordered, so that replays cancel in the same order
         self._waiting: asyncio.Task[None] | None = None
         self._num_blocked = 0
-        self.fatal: BaseException | None = None
-        """Set when the run must fail: by policy, or because nobody ended a pause."""
 
     @property
     def paused(self) -> bool:
@@ -71,12 +68,11 @@ class PauseControl:
         self._num_blocked += 1
         self._on_change()
         try:
-            await workflow.wait_condition(lambda: self.fatal is not None or not self.paused, timeout=self._limit)
+            await workflow.wait_condition(lambda: self._core.fatal is not None or not self.paused, timeout=self._limit)
         finally:
             self._num_blocked -= 1
             self._on_change()
-        if self.fatal is not None:
-            raise self.fatal
+        self._core.raise_if_fatal()
 
     @property
     def relapsed(self) -> bool:
@@ -99,7 +95,7 @@ class PauseControl:
 
     def _pause_or_fail(self, message: str, server: str | None) -> None:
         if self._spec.rollout.abort_budget.on_exceeded == "fail":
-            self.fatal = ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
+            self._core.fail(ApplicationError(message, type=ErrorType.ABORT_BUDGET.value, non_retryable=True))
             return
         message += self._budget.describe_relapses()
         self._budget.note_pause(workflow.time())
@@ -179,7 +175,7 @@ class PauseControl:
             return  # somebody went on meanwhile
         if not answered:
             text = f"nothing ended this pause within {limit:.0f} s: {pause.message}"
-            self.fatal = ApplicationError(text, type=ErrorType.ABORT_BUDGET.value, non_retryable=True)
+            self._core.fail(ApplicationError(text, type=ErrorType.ABORT_BUDGET.value, non_retryable=True))
             return
         await self._before_recovery()  # a server that was away may have lost the weights
         if self._state.pause is pause:

@@ -30,8 +30,9 @@ _BARE = ("wait", "join", "communicate", "acquire", "get", "result")
 
 # Where it waits, and why that may be: what bounds it instead, or why it should last as long as it does.
 ALLOWED = {
-    "workflows/training_run.py:_start_group:start_child_workflow": "a group keeps its own deadline, which stands still "
+    "workflows/run_groups.py:_start:start_child_workflow": "a group keeps its own deadline, which stands still "
     "while the run is paused",
+    "workflows/run_steps.py:_unless_fatal:wait_condition": "what is waited for has its own deadline",
     "workflows/training_run.py:_continue_as_new:wait_condition": "the server confirms starts, publishing has its own "
     "deadline, handlers do not wait",
     "workflows/rollout_group.py:_play_member:wait_condition": "the group's deadline ends it, and the pause's limit",
