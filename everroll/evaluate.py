@@ -13,6 +13,7 @@ from temporalio.exceptions import WorkflowAlreadyStartedError
 
 from everroll.audit.histories import HistoryReader
 from everroll.client import EverrollClient, RunView, SteeringError, describe_failure
+from everroll.client_steering import STEER_TIMEOUT, build_silence
 from everroll.contracts import names
 from everroll.contracts.evaluation import (
     EvaluateRequest,
@@ -66,10 +67,12 @@ async def _ask_run(client: EverrollClient, view: RunView, request: EvaluateReque
     handle = client.temporal.get_workflow_handle(view.workflow_id)
     try:
         result: EvaluateResult = await handle.execute_update(
-            names.UPDATE_EVALUATE, request, result_type=EvaluateResult, rpc_timeout=_RPC_TIMEOUT
+            names.UPDATE_EVALUATE, request, result_type=EvaluateResult, rpc_timeout=STEER_TIMEOUT
         )
     except temporalio.client.WorkflowUpdateFailedError as error:
         raise SteeringError(f"run {view.run}: {describe_failure(error.cause)}") from error
+    except temporalio.client.WorkflowUpdateRPCTimeoutOrCancelledError as error:
+        raise ConnectionError(build_silence(view.run)) from error
     return Evaluated(result.version, [await _wait(client, workflow_id) for workflow_id in result.workflow_ids])
 
 

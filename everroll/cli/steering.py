@@ -15,45 +15,43 @@ if TYPE_CHECKING:
 
 _STACK_DIR = Path(".everroll")
 Reason = Annotated[str, typer.Option(help="Why; kept with who and when, and shown in status and web UI.")]
+Command = Callable[..., None]
 Values = Annotated[
     list[str], typer.Argument(metavar="KEY=VALUE...", help="Keys as in the run file, or their last part.")
 ]
 
 
-def stop(
-    run: RunName,
-    reason: Reason = "",
-    address: Address = None,
-    namespace: Namespace = None,
-    directory: StackDir = _STACK_DIR,
-) -> None:
-    """Ask a run to stop after the step it is in."""
-    text = f"run {run} will stop after the step it is in; follow it with: everroll watch {run}"
-    _steer(directory, address, namespace, lambda client: client.stop(run, reason), text)
+def _build_command(help_text: str, ask: Callable[[EverrollClient, str, str], Awaitable[None]], said: str) -> Command:
+    """A command that needs nothing but the run and a reason; `said` is printed once it is accepted."""
+
+    def command(
+        run: RunName,
+        reason: Reason = "",
+        address: Address = None,
+        namespace: Namespace = None,
+        directory: StackDir = _STACK_DIR,
+    ) -> None:
+        _steer(directory, address, namespace, lambda client: ask(client, run, reason), said.format(run=run))
+
+    command.__doc__ = help_text
+    return command
 
 
-def pause(
-    run: RunName,
-    reason: Reason = "",
-    address: Address = None,
-    namespace: Namespace = None,
-    directory: StackDir = _STACK_DIR,
-) -> None:
-    """Start nothing new in a run until it is resumed; what is under way goes on."""
-    text = f"run {run} is paused; it goes on with: everroll resume {run}"
-    _steer(directory, address, namespace, lambda client: client.pause(run, reason), text)
-
-
-def cancel(
-    run: RunName,
-    reason: Reason = "",
-    address: Address = None,
-    namespace: Namespace = None,
-    directory: StackDir = _STACK_DIR,
-) -> None:
-    """Cancel a run at once, with all that is under way in it."""
-    text = f"run {run} is being cancelled; it can go on later with: everroll resume {run}"
-    _steer(directory, address, namespace, lambda client: client.cancel(run, reason), text)
+stop = _build_command(
+    "Ask a run to stop after the step it is in.",
+    lambda client, run, reason: client.stop(run, reason),
+    "run {run} will stop after the step it is in; follow it with: everroll watch {run}",
+)
+pause = _build_command(
+    "Start nothing new in a run until it is resumed; what is under way goes on.",
+    lambda client, run, reason: client.pause(run, reason),
+    "run {run} is paused; it goes on with: everroll resume {run}",
+)
+cancel = _build_command(
+    "Cancel a run at once, with all that is under way in it.",
+    lambda client, run, reason: client.cancel(run, reason),
+    "run {run} is being cancelled; it can go on later with: everroll resume {run}",
+)
 
 
 def skip(

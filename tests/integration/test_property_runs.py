@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import random
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 import pytest
@@ -27,7 +27,7 @@ from tests.integration.test_audit_settlement import account_for
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
-_SECONDS = 90.0
+_SECONDS = 120.0
 _SIGNALS_TO_GROW = 80
 """Enough for the history to be suggested for continue-as-new."""
 
@@ -152,14 +152,22 @@ class Disturber:
             await self._workers.aclose()
             await self._start()
         elif what == "pause":
-            with contextlib.suppress(SteeringError, LookupError):
-                await self._client.pause(self._run)
-                await self._client.resume(self._run)
+            for ask in (self._client.pause, self._client.resume):
+                await self._ask(ask)
         else:
             handle = self._client.temporal.get_workflow_handle(names.run_workflow_id(self._run))
             with contextlib.suppress(Exception):  # it may be over
                 for _ in range(_SIGNALS_TO_GROW):
                     await handle.signal(names.SIGNAL_REPORT, EpisodesReport(group=0, num_collected=0))
+
+
+    async def _ask(self, ask: Callable[[str], Awaitable[None]]) -> None:
+        """Until it is answered: a request that timed out on a busy machine may have been heard or not."""
+        while True:
+            with contextlib.suppress(ConnectionError):
+                with contextlib.suppress(SteeringError, LookupError):
+                    await ask(self._run)
+                return
 
 
 async def play(server: TemporalServer, scenario: Scenario) -> None:
@@ -219,8 +227,15 @@ def test_random_runs_settle_each_prompt_once_within_the_bounds(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
-@given(scenario=scenarios)
-@settings(max_examples=60, **(common | {"derandomize": False, "print_blob": True}))
-def test_many_random_runs(temporal_server: TemporalServer, scenario: Scenario) -> None:
-    run_scenario(temporal_server, scenario)
+@pytest.mark.timeout(900)
+@given(together=st.lists(scenarios, min_size=4, max_size=4))
+@settings(max_examples=8, **(common | {"derandomize": False, "print_blob": True}))
+def test_many_random_runs(temporal_server: TemporalServer, together: list[Scenario]) -> None:
+    """Side by side, since most of their time goes into waiting."""
+
+    async def play_all() -> None:
+        async with asyncio.TaskGroup() as group:
+            for scenario in together:
+                group.create_task(play(temporal_server, scenario), name=repr(scenario))
+
+    asyncio.run(play_all())
