@@ -17,8 +17,7 @@ class Watchdog:
     """Surveys the run after a while without progress, then ever more rarely: a long outage makes a short history.
 
     It looks at the end of each wait whether there was progress meanwhile, so that a survey comes one to two waits after
-    the last progress. It compares no times: a worker that answered a query just when a timer fired, and was lost then,
-    can have seen an older time at that moment than a replay does, and a branch that hangs on it would not replay.
+    the last progress.
     """
 
     def __init__(
