@@ -47,7 +47,8 @@ from everroll.contracts.spec import RunSpec
 from everroll.local.plan import TEMPORAL_TUNING
 from everroll.local.ports import choose_port
 from everroll.local.temporal_binary import find_temporal
-from everroll.temporal import MAX_PAYLOAD_BYTES, install_runtime
+from everroll.payloads import MAX_PAYLOAD_BYTES
+from everroll.temporal import install_runtime
 from worker.build import LIGHT_ACTIVITIES, MAX_CACHED_WORKFLOWS, MAX_WORKFLOW_TASKS, POLLERS
 from worker.settings import WorkerSettings
 from workflows.rollout_group import RolloutGroup

@@ -79,10 +79,12 @@ def _inspect(events: Iterable[HistoryEvent], found: Histories) -> None:
     for event in events:
         failed = (EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED, EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT)
         found.failed_tasks += event.event_type in failed
-        found.max_payload_bytes = max([found.max_payload_bytes, *(len(payload.data) for payload in _payloads(event))])
+        found.max_payload_bytes = max(
+            [found.max_payload_bytes, *(len(payload.data) for payload in find_payloads(event))]
+        )
 
 
-def _payloads(message: Message) -> Iterator[Payload]:
+def find_payloads(message: Message) -> Iterator[Payload]:
     if isinstance(message, Payload):
         yield message
         return
@@ -90,11 +92,11 @@ def _payloads(message: Message) -> Iterator[Payload]:
         if descriptor.message_type is None:
             continue
         if isinstance(value, Message):
-            yield from _payloads(value)
+            yield from find_payloads(value)
         elif descriptor.message_type.GetOptions().map_entry:
-            yield from (item for entry in value.values() if isinstance(entry, Message) for item in _payloads(entry))
+            yield from (item for entry in value.values() if isinstance(entry, Message) for item in find_payloads(entry))
         else:
-            yield from (item for entry in value for item in _payloads(entry))
+            yield from (item for entry in value for item in find_payloads(entry))
 
 
 def _measure_episodes(events: Iterable[HistoryEvent]) -> Iterator[float]:

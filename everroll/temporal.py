@@ -3,13 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from typing import Any
 
-from temporalio.api.common.v1 import Payload
-from temporalio.contrib.pydantic import PydanticPayloadConverter
-from temporalio.converter import CompositePayloadConverter, DataConverter
-from temporalio.exceptions import ApplicationError
+from temporalio.converter import DataConverter
 from temporalio.plugin import SimplePlugin
 from temporalio.runtime import (
     LogForwardingConfig,
@@ -22,42 +17,10 @@ from temporalio.runtime import (
 from temporalio.worker import UnsandboxedWorkflowRunner, WorkflowRunner
 from temporalio.worker.workflow_sandbox import SandboxedWorkflowRunner, SandboxRestrictions
 
-from everroll.contracts.outcomes import ErrorType
+from everroll.payloads import GuardedConverter
 from everroll.workflow_runner import DirectRunner
 
-MAX_PAYLOAD_BYTES = 256 * 1024
 _PASSED_THROUGH = ("everroll.contracts", "pydantic", "pydantic_core", "annotated_types", "typing_extensions")
-
-
-_ENCODINGS = tuple(PydanticPayloadConverter().converters.values())
-
-
-class GuardedConverter(CompositePayloadConverter):
-    """Pydantic models as JSON; refuses values above 256 KiB (I9): arrays belong in the store, references in history.
-
-    It refuses where the value is given, so that a workflow or an activity fails by it; a codec would fail the workflow
-    task, again and again. The SDK makes a converter for each workflow and more for each workflow task: the encodings
-    are shared, since each keeps what it has worked out about types.
-    """
-
-    def __init__(self) -> None:
-        super().__init__(*_ENCODINGS)
-
-    def to_payloads(self, values: Sequence[Any]) -> list[Payload]:
-        """
-        Raises:
-            ApplicationError: a value is too large, type `PayloadsTooLarge`; not retryable.
-        """
-        payloads = super().to_payloads(values)
-        for payload in payloads:
-            if len(payload.data) > MAX_PAYLOAD_BYTES:
-                raise ApplicationError(
-                    f"a payload of {len(payload.data)} bytes was about to be sent to Temporal; the limit is "
-                    f"{MAX_PAYLOAD_BYTES}. It starts with: {payload.data[:200]!r}",
-                    type=ErrorType.PAYLOAD_TOO_LARGE.value,
-                    non_retryable=True,
-                )
-        return payloads
 
 
 def install_runtime(metrics_address: str | None = None) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import string
 from datetime import timedelta
 
 import pytest
@@ -11,28 +13,36 @@ from temporalio.exceptions import ApplicationError, FailureError
 from temporalio.worker import Worker
 
 with workflow.unsafe.imports_passed_through():
+    from benchmarks.orchestration_history import find_payloads
     from everroll.client import EverrollClient
     from everroll.contracts.outcomes import ErrorType
-    from everroll.temporal import MAX_PAYLOAD_BYTES
+    from everroll.payloads import COMPRESSED_FROM_BYTES, MAX_PAYLOAD_BYTES
 
 _LIMIT = timedelta(seconds=30)
-_FITS = MAX_PAYLOAD_BYTES - 2
-"""With its quotes."""
+_TOO_LARGE = 2 * MAX_PAYLOAD_BYTES
+_FITS = MAX_PAYLOAD_BYTES + 10_000
+"""Letters compress to three quarters."""
+
+
+def build_text(size: int) -> str:
+    """Letters without a pattern."""
+    return "".join(random.Random(size).choices(string.ascii_letters, k=size))
 
 
 @activity.defn
 async def answer(text: str) -> str:
     """As many letters as the text's first word says."""
-    return "x" * int(text.split()[0])
+    return build_text(int(text.split()[0]))
 
 
 @workflow.defn
 class Sender:
     @workflow.run
     async def run(self, argument: int, returned: int, result: int) -> str:
-        text = f"{returned} ".ljust(argument, "x")
-        await workflow.execute_activity(answer, text, start_to_close_timeout=_LIMIT)
-        return "x" * result
+        text = f"{returned} {build_text(argument)}"
+        answered = await workflow.execute_activity(answer, text, start_to_close_timeout=_LIMIT)
+        assert answered == build_text(returned)
+        return build_text(result)
 
 
 async def send(client: EverrollClient, queue: str, sizes: list[int]) -> str:
@@ -49,18 +59,23 @@ def find_root(error: BaseException) -> BaseException:
     return error
 
 
-async def test_payloads_at_the_limit_are_sent(client: EverrollClient, task_queue: str) -> None:
-    assert len(await send(client, task_queue, [_FITS, _FITS, _FITS])) == _FITS
+async def test_large_payloads_are_compressed(client: EverrollClient, task_queue: str) -> None:
+    assert await send(client, task_queue, [_FITS, _FITS, _FITS]) == build_text(_FITS)
+    history = await client.temporal.get_workflow_handle(task_queue).fetch_history()
+    sizes = [len(payload.data) for event in history.events for payload in find_payloads(event)]
+    large = [size for size in sizes if size > COMPRESSED_FROM_BYTES]
+    assert len(large) == 3
+    assert max(large) < MAX_PAYLOAD_BYTES < _FITS
 
 
 @pytest.mark.parametrize("where", [0, 1, 2], ids=["argument", "result of an activity", "result of a workflow"])
 async def test_larger_payloads_are_refused(client: EverrollClient, task_queue: str, where: int) -> None:
-    sizes = [_FITS + 1 if number == where else 1 for number in range(3)]
+    sizes = [_TOO_LARGE if number == where else 1 for number in range(3)]
     with pytest.raises(WorkflowFailureError) as raised:
         await send(client, task_queue, sizes)
     root = find_root(raised.value)
     assert isinstance(root, ApplicationError)
     assert root.type == ErrorType.PAYLOAD_TOO_LARGE.value
-    assert f"{MAX_PAYLOAD_BYTES + 1} bytes" in str(root)
+    assert f"the limit is {MAX_PAYLOAD_BYTES}" in str(root)
     history = await client.temporal.get_workflow_handle(task_queue).fetch_history()
     assert not any(event.HasField("workflow_task_failed_event_attributes") for event in history.events)
