@@ -12,6 +12,7 @@ with workflow.unsafe.imports_passed_through():
     from everroll.contracts.outcomes import ErrorType
     from everroll.contracts.spec import RunSpec
     from everroll.contracts.training import RunState, TrainingRunRequest, Weights
+    from workflows.calls import RunCalls
     from workflows.publishing import Publisher
     from workflows.run_core import RunCore
     from workflows.watchdog import Watchdog
@@ -49,12 +50,12 @@ class Preparation:
         self._watchdog.note_progress()
         if self.restoring and run.mode == "rollout":
             _refuse_start(f"run {run.name} only played, and is not resumed: start another; what it stored stays of use")
-        if run.mode == "train" and (weights.version == 0 or self.restoring):
-            await self._core.calls.read_batch(run.num_steps)  # all that it will need is there
-            state.weights, state.step, self.restoring = weights, weights.version, False
-            return
         if self.restoring:
             await self._restore(weights)
+        if run.mode == "train" and weights.version == 0:
+            await self._core.calls.read_batch(run.num_steps)  # all that it will need is there
+            state.weights = weights
+            return
         if weights.version > 0:
             _refuse_start(
                 f"{run.output_dir}/{run.name} holds an earlier run of this name, at step {weights.version}; go on with "
@@ -74,7 +75,10 @@ class Preparation:
         end_groups = request.fork is not None or (request.resume is not None and request.resume.from_file)
         restored = await self._core.calls.restore_run(weights.version, end_groups)
         self._watchdog.note_progress()
-        await self._publisher.publish(weights)
+        if restored.spec.run.mode == "train":
+            await RunCalls(restored.spec).read_batch(restored.spec.run.num_steps)
+        else:
+            await self._publisher.publish(weights)
         # What came in meanwhile from groups that are still under way, and from people.
         kept = {"weights": weights, "stop_requested": state.stop_requested, "budget": state.budget}
         await self._continue_as_new(restored.spec, restored.state.model_copy(update=kept))

@@ -155,17 +155,20 @@ class HistoryReader:
             if not run_id:
                 request = await self._decode(started.input, TrainingRunRequest)
                 if request.resume is not None and request.fork is None:
-                    run_id = await self._find_before(first.event_time.ToDatetime(UTC))
+                    run_id = await self._find_before(first.event_time.ToDatetime(UTC), run_ids)
         return run_ids[::-1]
 
-    async def _find_before(self, moment: datetime) -> str:
-        """The last execution of the run that began before it was resumed; none where that was on another server."""
+    async def _find_before(self, moment: datetime, seen: list[str]) -> str:
+        """The last execution of the run that began before it was resumed; none where that was on another server.
+
+        One that was seen is no other, however the server rounds the times of its index.
+        """
         query = f"WorkflowId = '{names.run_workflow_id(self._run)}'"
         try:
             found = [one async for one in self._temporal.list_workflows(query, rpc_timeout=_RPC_TIMEOUT)]
         except RPCError as error:
             raise ConnectionError(f"Temporal did not answer: {error.message}") from error
-        earlier = [one for one in found if one.start_time < moment]
+        earlier = [one for one in found if one.start_time < moment and one.run_id not in seen]
         return max(earlier, key=lambda one: one.start_time).run_id if earlier else ""
 
     async def _read_executions(self, workflow_id: str) -> list[list[HistoryEvent]]:
