@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 
 from temporalio import workflow
 from temporalio.exceptions import (
@@ -33,6 +34,7 @@ class Publisher:
         self._lock = asyncio.Lock()
         self._newest = weights
         self._num_waiting = 0
+        self._num_published = 0
         self._first = weights is None
 
     @property
@@ -69,6 +71,7 @@ class Publisher:
         async with self._lock:
             try:
                 await self._calls.publish(self._newest)
+                self._num_published += 1
             except ActivityError as error:
                 cause = self._find_cause(error)
                 # Its next failure tells, or the next step's publish does.
@@ -93,7 +96,13 @@ class Publisher:
             workflow.logger.warning("an engine did not take the weights: %s", trouble.cause)
             if self._pauses.relapsed or trouble.last_at - trouble.first_at >= dead_seconds:
                 return trouble
-            await asyncio.sleep(policies.publish_backoff_seconds(trouble.count, dead_seconds))
+            await self._wait(policies.publish_backoff_seconds(trouble.count, dead_seconds))
+
+    async def _wait(self, seconds: float) -> None:
+        """Until the next try; not for so long if the engine was found to be back, and has the weights."""
+        before = self._num_published
+        with contextlib.suppress(TimeoutError):
+            await workflow.wait_condition(lambda: self._num_published > before, timeout=seconds)
 
     def _find_cause(self, error: ActivityError) -> Cause:
         """What kept an engine from answering; anything that cannot heal, and cancellation, is raised."""

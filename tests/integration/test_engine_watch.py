@@ -10,16 +10,20 @@ from typing import Any
 
 import pytest
 from temporalio.api.enums.v1 import EventType
+from temporalio.exceptions import ApplicationError
 from temporalio.testing import ActivityEnvironment
 
 from activities.watching import EngineWatchActivities
 from everroll.client import EverrollClient
 from everroll.contracts import names
 from everroll.contracts.health import WatchEnginesRequest, WatchEnginesResult
+from everroll.contracts.outcomes import CauseKind
+from everroll.contracts.training import PublishRequest
 from everroll.engines.http import open_client_session
 from tests.engine_wires import SGLANG, VLLM_GENERATE, Wire, run_wire_server
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec
+from workflows import policies
 
 both_kinds = pytest.mark.parametrize("wire", [SGLANG, VLLM_GENERATE], ids=lambda wire: wire.name)
 
@@ -130,3 +134,25 @@ async def test_a_paused_run_ends_with_its_watch(client: EverrollClient, run_name
         await wait_until(lambda: simulation.published == [0, 1, 1])
         await client.cancel(run_name)
         await wait_for_status(client, run_name, lambda view: view.state == "canceled")
+
+
+async def test_a_publish_that_waits_for_an_engine_hears_of_it(
+    client: EverrollClient, run_name: str, task_queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dies while it is given new weights: the run does not sit its back-off out."""
+    monkeypatch.setattr(policies, "publish_backoff_seconds", lambda num_failures, dead_seconds: 600.0)
+    tries = []
+
+    def lose(request: PublishRequest) -> None:
+        if request.weights.version == 2:
+            tries.append(2)
+            if len(tries) == 1:
+                raise ApplicationError(f"{request.engine_urls[0]} is away", type=CauseKind.ENGINE.value)
+
+    simulation = Simulation(on_publish=lose)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue))
+        await wait_until(lambda: tries == [2])
+        simulation.engine_restarts.set()
+        await asyncio.wait_for(client.result(run_name), 60)
+    assert simulation.published == [0, 1, 2, 2]
