@@ -3,9 +3,11 @@
     python -m benchmarks.orchestration [--groups 48] [--episodes 8] [--steps 1] [--rounds 3] [--json]
 
 Both have the same shape (`benchmarks.orchestration_workflows`) and run in turn, on the same server and with the same
-workers, which this process hosts. All groups of a step are in flight at once. `--groups 512` is the full scale. It
-fails when a workflow task failed, a payload is above 256 KiB or a history above 10,000 events. CPU is that of this
-process and the server, per episode; on a machine that does other things too, the ratio is the figure to look at.
+workers, which this process hosts. All groups of a step are in flight at once. `--groups 512` is the full scale;
+`--steps 2` continues as new in the middle of it. It fails when a workflow task failed or was lost, a payload is above
+256 KiB or a history above 10,000 events. A workflow task that waited longer than `EVERROLL_STICKY_TIMEOUT_SECONDS` for
+its worker is handed out anew, which is no failure; it is counted as moved. CPU is that of this process and the server,
+per episode; on a machine that does other things too, wall time says little, and `cpu_ratio` is the figure to look at.
 """
 
 from __future__ import annotations
@@ -57,6 +59,7 @@ from workflows.training_run import TrainingRun
 QUEUE = "benchmark"
 MAX_EVENTS = 10_000
 _RUN_SECONDS = 1800.0
+_FAILURES_SHOWN = 10
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,10 @@ class Measured:
     worker_cpu_seconds: float
     server_cpu_seconds: float
     histories: Histories
+
+    @property
+    def cpu_seconds(self) -> float:
+        return self.worker_cpu_seconds + self.server_cpu_seconds
 
 
 @contextlib.contextmanager
@@ -195,7 +202,14 @@ async def run_benchmark(size: Size, rounds: int) -> dict[str, float]:
                     runs.append(await benchmark.measure(kind, number))
                     rate = size.num_episodes / runs[-1].seconds
                     print(f"round {number}: {kind:8} {rate:7.1f} episodes/s", file=sys.stderr, flush=True)
+                    _show_failures(runs[-1].histories)
     return summarize(size, measured["everroll"], measured["bare"])
+
+
+def _show_failures(found: Histories) -> None:
+    for kind, tasks in {"failed": found.failed_tasks, "lost": found.lost_tasks}.items():
+        for text in tasks[:_FAILURES_SHOWN]:
+            print(f"    {kind} workflow task: {text}", file=sys.stderr, flush=True)
 
 
 def summarize(size: Size, ours: list[Measured], floor: list[Measured]) -> dict[str, float]:
@@ -215,8 +229,11 @@ def summarize(size: Size, ours: list[Measured], floor: list[Measured]) -> dict[s
         "events_per_group": median(ours, lambda run: run.histories.events_per_group),
         "floor_events_per_group": median(floor, lambda run: run.histories.events_per_group),
         "run_events_per_group": median(ours, lambda run: run.histories.run_events * run.histories.generations / groups),
-        "cpu_ms_per_episode": cpu_ms(ours, lambda run: run.worker_cpu_seconds + run.server_cpu_seconds),
-        "floor_cpu_ms_per_episode": cpu_ms(floor, lambda run: run.worker_cpu_seconds + run.server_cpu_seconds),
+        "cpu_ms_per_episode": cpu_ms(ours, lambda run: run.cpu_seconds),
+        "floor_cpu_ms_per_episode": cpu_ms(floor, lambda run: run.cpu_seconds),
+        "cpu_ratio": statistics.median(
+            bare.cpu_seconds / own.cpu_seconds for own, bare in zip(ours, floor, strict=True)
+        ),
         "worker_cpu_ms_per_episode": cpu_ms(ours, lambda run: run.worker_cpu_seconds),
         "floor_worker_cpu_ms_per_episode": cpu_ms(floor, lambda run: run.worker_cpu_seconds),
         "episode_latency_p50_seconds": median(ours, lambda run: run.histories.percentile(0.5)),
@@ -225,7 +242,10 @@ def summarize(size: Size, ours: list[Measured], floor: list[Measured]) -> dict[s
         "floor_episode_latency_p95_seconds": median(floor, lambda run: run.histories.percentile(0.95)),
         "max_payload_bytes": max(run.histories.max_payload_bytes for run in ours),
         "max_history_events": max(run.histories.max_events for run in ours),
-        "failed_workflow_tasks": sum(run.histories.failed_tasks for run in ours),
+        "failed_workflow_tasks": sum(len(run.histories.failed_tasks) for run in ours),
+        "lost_workflow_tasks": sum(len(run.histories.lost_tasks) for run in ours),
+        "floor_lost_workflow_tasks": sum(len(run.histories.lost_tasks) for run in floor),
+        "moved_workflow_tasks": sum(run.histories.num_moved_tasks for run in ours),
         "generations": max(run.histories.generations for run in ours),
     }
 
@@ -235,6 +255,12 @@ def find_faults(result: dict[str, float]) -> list[str]:
     faults = []
     if result["failed_workflow_tasks"]:
         faults.append(f"{result['failed_workflow_tasks']:.0f} workflow tasks failed")
+    if result["lost_workflow_tasks"]:
+        lost, floor_lost = result["lost_workflow_tasks"], result["floor_lost_workflow_tasks"]
+        faults.append(
+            f"{lost:.0f} workflow tasks were begun and not answered in time, {floor_lost:.0f} of the bare program: the "
+            "machine does too much else"
+        )
     if result["max_payload_bytes"] > MAX_PAYLOAD_BYTES:
         faults.append(f"a payload has {result['max_payload_bytes']:.0f} bytes; the limit is {MAX_PAYLOAD_BYTES}")
     if result["max_history_events"] > MAX_EVENTS:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from google.protobuf.message import Message
 from temporalio.api.common.v1 import Payload
-from temporalio.api.enums.v1 import EventType
+from temporalio.api.enums.v1 import EventType, TimeoutType, WorkflowTaskFailedCause
 from temporalio.api.history.v1 import HistoryEvent
 from temporalio.client import Client
 
@@ -26,7 +26,12 @@ class Histories:
     episode_seconds: list[float] = field(default_factory=list)
     """From the scheduling of an episode's first activity to the completion of its second."""
     max_payload_bytes: int = 0
-    failed_tasks: int = 0
+    failed_tasks: list[str] = field(default_factory=list)
+    """Workflow tasks that failed, each with its workflow and what was said."""
+    lost_tasks: list[str] = field(default_factory=list)
+    """Workflow tasks that were begun and not answered in time, each with its workflow."""
+    num_moved_tasks: int = 0
+    """Workflow tasks that waited so long for the worker that knows the workflow that any other might take them."""
     generations: int = 1
 
     @property
@@ -52,7 +57,7 @@ async def read_histories(client: Client, run_id: str, num_groups: int) -> Histor
         events = await _fetch(client, run_id, next_run)
         found.generations += 1
         found.run_events = max(found.run_events, len(events))
-        _inspect(events, found)
+        _inspect(run_id, events, found)
         attributes = events[-1].workflow_execution_continued_as_new_event_attributes
         if not attributes.new_execution_run_id:
             break
@@ -61,10 +66,11 @@ async def read_histories(client: Client, run_id: str, num_groups: int) -> Histor
 
     async def read_group(group: int) -> None:
         async with gate:
-            events = await _fetch(client, f"{run_id}/group/{group}", None)
+            workflow_id = f"{run_id}/group/{group}"
+            events = await _fetch(client, workflow_id, None)
         found.group_events.append(len(events))
         found.episode_seconds += _measure_episodes(events)
-        _inspect(events, found)
+        _inspect(workflow_id, events, found)
 
     await asyncio.gather(*(read_group(group) for group in range(num_groups)))
     return found
@@ -75,10 +81,18 @@ async def _fetch(client: Client, workflow_id: str, run_id: str | None) -> list[H
     return [event async for event in handle.fetch_history_events()]
 
 
-def _inspect(events: Iterable[HistoryEvent], found: Histories) -> None:
+def _inspect(workflow_id: str, events: Iterable[HistoryEvent], found: Histories) -> None:
     for event in events:
-        failed = (EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED, EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT)
-        found.failed_tasks += event.event_type in failed
+        if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED:
+            failed = event.workflow_task_failed_event_attributes
+            cause = WorkflowTaskFailedCause.Name(failed.cause)
+            found.failed_tasks.append(f"{workflow_id} event {event.event_id}: {cause}: {failed.failure.message[:200]}")
+        elif event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT:
+            timeout = event.workflow_task_timed_out_event_attributes.timeout_type
+            if timeout == TimeoutType.TIMEOUT_TYPE_SCHEDULE_TO_START:
+                found.num_moved_tasks += 1
+            else:
+                found.lost_tasks.append(f"{workflow_id} event {event.event_id}: {TimeoutType.Name(timeout)}")
         found.max_payload_bytes = max(
             [found.max_payload_bytes, *(len(payload.data) for payload in find_payloads(event))]
         )
