@@ -29,8 +29,8 @@ from typing import Any
 from benchmarks.load_metrics import count
 from benchmarks.load_processes import measure_files, read_usage
 from benchmarks.load_report import Sample, compute_costs, compute_trends, render_row, summarize, thin
-from benchmarks.load_stack import RUN, LoadedStack, LoadOptions, build_spec, hold_load_stack
-from everroll.client import EverrollClient
+from benchmarks.load_stack import RAMP_PARTS, RUN, LoadedStack, LoadOptions, build_spec, hold_load_stack
+from everroll.client import EverrollClient, SteeringError
 from everroll.contracts import names
 from everroll.contracts.training import RunStatus
 from everroll.local.signals import InterruptedBySignalError, run_interruptibly
@@ -41,6 +41,7 @@ _CONNECT_SECONDS = 30.0
 _QUERY_TIMEOUT = timedelta(seconds=30)
 _END_SECONDS = 60.0
 _SAMPLE_SECONDS = (1.0, 15.0)
+_RAMP_ATTEMPTS = 3
 _FAULTS = (
     "failed_workflow_tasks",
     "timed_out_workflow_tasks",
@@ -105,6 +106,7 @@ async def run_load(options: LoadOptions, minutes: float, home: Path) -> tuple[di
             addresses.temporal_address, addresses.temporal_namespace, _CONNECT_SECONDS
         )
         await client.start(build_spec(options, loaded, addresses, home))
+        ramping = asyncio.create_task(ramp_up(client, options))
         watch = Watch(loaded, home, report_seconds=max(10.0, minutes * 60 / 30))
         failing = asyncio.create_task(loaded.stack.watch())
         following = asyncio.create_task(watch.follow(minutes * 60))
@@ -113,10 +115,31 @@ async def run_load(options: LoadOptions, minutes: float, home: Path) -> tuple[di
         if not following.done():
             await failing  # a process has failed for good: says which
         await following
+        ramping.cancel()
+        await asyncio.gather(ramping, return_exceptions=True)
         status = await _read_status(client)
         restarts = {process.name: process.restarts for process in read_processes(directory)}
         await _end_run(client)
     return build_result(options, minutes, watch.samples, status, restarts), watch.samples
+
+
+async def ramp_up(client: EverrollClient, options: LoadOptions) -> None:
+    """Admit the other parts of the groups."""
+    for part in range(2, RAMP_PARTS + 1):
+        await asyncio.sleep(options.episode_seconds / RAMP_PARTS)
+        await _set_groups(client, -(-options.groups * part // RAMP_PARTS))
+
+
+async def _set_groups(client: EverrollClient, groups: int) -> None:
+    for _ in range(_RAMP_ATTEMPTS):
+        try:
+            await client.set_values(RUN, {"rollout.max_groups_in_flight": groups})
+        except SteeringError:  # in force already: parts are equal, or an answer was lost
+            return
+        except ConnectionError as error:
+            print(f"no answer to {groups} groups in flight: {error}", file=sys.stderr, flush=True)
+        else:
+            return
 
 
 def read_processes(directory: StackDirectory) -> list[ProcessState]:

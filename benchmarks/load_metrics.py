@@ -12,6 +12,8 @@ _LINE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$")
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _SCRAPE_SECONDS = 20.0
 
+_WRITES = ("CreateWorkflowExecution", "UpdateWorkflowExecution", "ConflictResolveWorkflowExecution")
+
 Labels = frozenset[tuple[str, str]]
 
 
@@ -87,6 +89,11 @@ class Counts:
     journal_writes: float
     journal_seconds: float
     heartbeats: float
+    temporal_writes: float
+    """Of workflow state to Temporal's database: each starts, changes or ends one."""
+    sticky_timeouts: float
+    """Workflow tasks that the worker which has the workflow in its cache did not take in time: any other may then, and
+    reads the history anew."""
 
     def __sub__(self, earlier: Counts) -> Counts:
         return Counts(**{name: value - vars(earlier)[name] for name, value in vars(self).items()})
@@ -117,4 +124,6 @@ def count(page: Page, rollout_queue: str) -> Counts:
         journal_writes=page.total("everroll_session_journal_seconds_count"),
         journal_seconds=page.total("everroll_session_journal_seconds_sum"),
         heartbeats=page.total("temporal_request", operation="RecordActivityTaskHeartbeat"),
+        temporal_writes=sum(page.total("persistence_requests", operation=name) for name in _WRITES),
+        sticky_timeouts=page.total("schedule_to_start_timeout", operation=timeout),
     )

@@ -22,6 +22,8 @@ from everroll.local.supervisor import Report
 from everroll.local.temporal_binary import find_temporal
 
 RUN = "load"
+RAMP_PARTS = 12
+"""Groups are admitted in so many parts, over the time of an episode: all at once they would go in lock-step."""
 _ADMIN_KEY = "load-benchmark"
 _EPISODES_PER_GROUP = 8
 _GROUPS_AHEAD = 1.15
@@ -178,7 +180,7 @@ def make_model(home: Path) -> None:
 
 
 def build_spec(options: LoadOptions, loaded: LoadedStack, addresses: StackAddresses, home: Path) -> RunSpec:
-    """A run that only plays, with a constant number of groups in flight."""
+    """A run that only plays, with the first part of its groups."""
     engine_seconds = options.turns * (_FIRST_TOKEN_SECONDS + _COMPLETION_TOKENS / _TOKENS_PER_SECOND)
     wait = max(0.0, options.episode_seconds - engine_seconds) / options.turns / _SPREAD_MEAN
     return RunSpec.model_validate(
@@ -189,7 +191,7 @@ def build_spec(options: LoadOptions, loaded: LoadedStack, addresses: StackAddres
             "rollout": {
                 "groups_per_step": max(1, options.groups // 8),
                 "episodes_per_group": _EPISODES_PER_GROUP,
-                "max_groups_in_flight": options.groups,
+                "max_groups_in_flight": -(-options.groups // RAMP_PARTS),
                 "max_staleness": 12,
                 "heartbeat_timeout_seconds": options.heartbeat_timeout_seconds,
                 "sampling": {"max_tokens": 256},
