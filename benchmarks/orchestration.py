@@ -33,7 +33,7 @@ from temporalio.client import Client
 from temporalio.worker import Worker
 
 from activities.boundary import BoundaryInterceptor
-from activities.runs import GroupActivities
+from activities.runs import GroupActivities, HealthActivities
 from benchmarks.orchestration_history import Histories, read_histories
 from benchmarks.orchestration_workflows import (
     EVERROLL_LIGHT,
@@ -46,13 +46,14 @@ from benchmarks.orchestration_workflows import (
 from everroll.client import EverrollClient
 from everroll.contracts import names
 from everroll.contracts.spec import RunSpec
+from everroll.http_client import build_http_client
 from everroll.local.plan import TEMPORAL_TUNING
 from everroll.local.ports import choose_port
 from everroll.local.temporal_binary import find_temporal
 from everroll.payloads import MAX_PAYLOAD_BYTES
 from everroll.temporal import install_runtime
 from worker.build import LIGHT_ACTIVITIES, MAX_CACHED_WORKFLOWS, MAX_WORKFLOW_TASKS, POLLERS
-from worker.settings import WorkerSettings
+from worker.settings import load_settings
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
 
@@ -108,13 +109,20 @@ def run_server(directory: Path) -> Iterator[tuple[str, int]]:
 @contextlib.asynccontextmanager
 async def run_workers(client: Client) -> AsyncIterator[None]:
     """Workers for both programs, set up as those of `worker.build`."""
-    settings = WorkerSettings()
+    settings = load_settings()
+    http = build_http_client()
+    light: list[Callable[..., object]] = [
+        GroupActivities(client).await_groups,
+        HealthActivities(client, http).survey_groups,
+        bare_activity,
+    ]
     queues: dict[str, list[Callable[..., object]]] = {
-        QUEUE: [*EVERROLL_LIGHT, GroupActivities(client).await_groups, bare_activity],
+        QUEUE: [*EVERROLL_LIGHT, *light],
         names.rollout_queue(QUEUE): [*EVERROLL_ROLLOUT, bare_activity],
         names.train_queue(QUEUE): [*EVERROLL_TRAIN, bare_activity],
     }
     async with contextlib.AsyncExitStack() as stack:
+        await stack.enter_async_context(http)
         for queue, activities in queues.items():
             worker = Worker(
                 client,
