@@ -132,6 +132,8 @@ class RunHistory:
     """Asked to stop before its last step."""
     num_surplus: int = 0
     """Groups that it counts as started in excess, once it has completed."""
+    is_cut: bool = False
+    """Earlier generations are gone: what they did is known from the state that the first of these took over."""
 
 
 # A group's history
@@ -233,6 +235,8 @@ class RunFiles:
     """Lines of `metrics.jsonl`, in order."""
     weights: list[SealedDirectory]
     checkpoints: list[SealedDirectory]
+    forked_at: int = 0
+    """Steps up to this one were taken by the run that this one was forked from."""
 
 
 class EvidenceSource(Protocol):

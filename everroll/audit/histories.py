@@ -29,7 +29,7 @@ from everroll.audit.evidence import (
     StepCompleted,
     StepScheduled,
 )
-from everroll.audit.report import AuditInputError
+from everroll.audit.report import AuditInputError, HistoryGoneError
 from everroll.contracts import names
 from everroll.contracts.base import Payload
 from everroll.contracts.curriculum import PlanRequest, PlanResult
@@ -83,11 +83,12 @@ class HistoryReader:
         self._run = run
 
     async def read_run(self) -> RunHistory:
-        """
+        """As far back as Temporal holds it.
+
         Raises:
-            AuditInputError: no such run, or an early generation is gone.
+            AuditInputError: no such run.
         """
-        run_ids = await self._find_generations()
+        run_ids, is_cut = await self._find_generations()
         generations = []
         spec = dataset = None
         reader = _RunReader(self._decode)
@@ -110,6 +111,7 @@ class HistoryReader:
             state=reader.state,
             stopped=reader.stopped,
             num_surplus=reader.num_surplus,
+            is_cut=is_cut,
         )
 
     async def read_start(self) -> TrainingRunRequest:
@@ -126,7 +128,7 @@ class HistoryReader:
     async def read_group(self, group: int) -> GroupHistory:
         """
         Raises:
-            AuditInputError: Temporal does not hold its history.
+            HistoryGoneError: Temporal does not hold its history.
         """
         reader = _GroupReader(self._decode)
         for events in await self._read_executions(names.group_workflow_id(self._run, group)):
@@ -142,21 +144,29 @@ class HistoryReader:
             result=reader.result,
         )
 
-    async def _find_generations(self) -> list[str]:
-        """Temporal's ids of the run's executions, oldest first; a reset run counts as the generation it repeats."""
-        run_ids = []
+    async def _find_generations(self) -> tuple[list[str], bool]:
+        """Temporal's ids of the run's executions, oldest first; a reset run counts as the generation it repeats.
+
+        And whether there were earlier ones that it does not hold any more.
+        """
+        run_ids: list[str] = []
         run_id = await self._find_latest()
         while run_id:
+            try:
+                async with contextlib.aclosing(self._events(names.run_workflow_id(self._run), run_id)) as events:
+                    first = await anext(events)
+            except HistoryGoneError:
+                if not run_ids:
+                    raise
+                return run_ids[::-1], True
             run_ids.append(run_id)
-            async with contextlib.aclosing(self._events(names.run_workflow_id(self._run), run_id)) as events:
-                first = await anext(events)
             started = first.workflow_execution_started_event_attributes
             run_id = started.continued_execution_run_id
             if not run_id:
                 request = await self._decode(started.input, TrainingRunRequest)
                 if request.resume is not None and request.fork is None:
                     run_id = await self._find_before(first.event_time.ToDatetime(UTC), run_ids)
-        return run_ids[::-1]
+        return run_ids[::-1], False
 
     async def _find_before(self, moment: datetime, seen: list[str]) -> str:
         """The last execution of the run that began before it was resumed; none where that was on another server.
@@ -198,14 +208,14 @@ class HistoryReader:
                 yield event
         except RPCError as error:
             if error.status in (RPCStatusCode.NOT_FOUND, RPCStatusCode.INVALID_ARGUMENT):
-                raise AuditInputError(self._describe_missing(workflow_id, run_id)) from error
+                raise HistoryGoneError(self._describe_missing(workflow_id, run_id)) from error
             raise ConnectionError(f"Temporal did not answer: {error.message}") from error
 
     def _describe_missing(self, workflow_id: str, run_id: str | None) -> str:
         which = f"{workflow_id} (execution {run_id})" if run_id else workflow_id
         return (
             f"Temporal holds no history of {which} any more: the namespace's retention has passed, or somebody deleted "
-            "it. An audit needs the whole history; run it before retention passes, or lengthen the retention"
+            "it; lengthen the retention, or audit before it has passed"
         )
 
     async def _decode(self, payloads: Any, model: type[_P]) -> _P:

@@ -16,6 +16,10 @@ class AuditInputError(Exception):
     """There is nothing to audit, or a part of the evidence is gone; the text says which and what to do."""
 
 
+class HistoryGoneError(AuditInputError):
+    """Temporal does not hold a history, or not any more. What it would have shown is left out, and the rest checked."""
+
+
 class Invariant(StrEnum):
     """The invariants that an audit proves; DESIGN's numbers."""
 
@@ -90,6 +94,8 @@ class AuditReport(Payload):
     num_sampled_tokens: int = 0
     num_by_digest: int = 0
     """Of the episodes, those compared by digest alone, because the journal's retention has passed."""
+    num_without_history: int = 0
+    """Groups of whose own history Temporal has nothing, so that only part of the checks could be made."""
     checks: list[Check] = Field(default_factory=list)
     breaches: list[Breach] = Field(default_factory=list)
     """In order of group, member, sample and token; at most `MAX_BREACHES`."""

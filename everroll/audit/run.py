@@ -13,25 +13,22 @@ from pathlib import Path
 from temporalio.client import Client
 
 from everroll.audit.account import Account
-from everroll.audit.evidence import EvidenceSource, RunHistory
+from everroll.audit.evidence import EvidenceSource, GroupHistory, RunFiles, RunHistory
 from everroll.audit.histories import HistoryReader
-from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, Invariant
+from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, HistoryGoneError, Invariant
 from everroll.audit.resumption import BY_RECORD
 from everroll.audit.settlement import settle_groups
 from everroll.audit.sources import RecordedEvidence
 from everroll.audit.steps import check_steps
 from everroll.audit.tokens import TrainedEpisode, check_tokens
 from everroll.audit.verdicts import REFERENCES, check_manifest, check_prompts, check_told
-from everroll.contracts.rollout import EpisodeOutcome
+from everroll.contracts.rollout import BlobRef, EpisodeOutcome
 from everroll.failures import ConfigurationError
 from everroll.prompts import DatasetCache
 from everroll.sessions.reading import JournalReadError, open_journal_reader
 
 STORED = "blobs are what was written"
 _GROUPS_AT_A_TIME = 8
-_LOST = (
-    "groups that were played before a resume, whose histories this Temporal server does not have, were not looked into"
-)
 _PRUNED = 'samples that are gone were not compared: train.keep_samples = "replay" lets go of them'
 
 OnProgress = Callable[[int, int], None]
@@ -83,8 +80,11 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
     findings = Findings()
     account = settle_groups(history, findings)
     tally = _Tally()
-    groups = sorted(account.results)
-    async with aclosing(_in_order(source, history, account, groups)) as results:
+    steps = account.requests or account.by_record
+    files = await source.read_files() if steps and history.spec.run.mode != "rollout" else None
+    trained = find_trained(account, files if history.spec.run.mode == "full" else None)
+    groups = sorted({*account.results, *trained} if history.spec.run.mode != "train" else account.results)
+    async with aclosing(_in_order(source, history, account, trained, groups)) as results:
         num_done = 0
         async for found in results:
             findings.merge(found.findings)
@@ -92,10 +92,33 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             num_done += 1
             if on_progress is not None:
                 on_progress(num_done, len(groups))
-    if (account.requests or account.by_record) and history.spec.run.mode != "rollout":
-        check_steps(account, await source.read_files(), history.spec.train, findings)
+    if files is not None:
+        check_steps(account, files, history.spec.train, findings)
     await _add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What a step trained of a group."""
+
+    step: int
+    manifest: BlobRef
+
+
+def find_trained(account: Account, files: RunFiles | None) -> dict[int, Trained]:
+    """By group: as the run handed it to the trainer, or, of steps whose history is gone, as the step's record says.
+
+    The steps that a fork begins with are left to an audit of the run that took them.
+    """
+    trained: dict[int, Trained] = {}
+    for step, record in (files.records if files else {}).items():
+        if files is not None and files.forked_at < step <= account.by_record:
+            trained |= {item.group: Trained(step, item.manifest) for item in record.batch}
+    for step, request in account.requests.items():
+        here = [item for item in request.batch if account.trained_at.get(item.group) == step]
+        trained |= {item.group: Trained(step, item.manifest) for item in here}
+    return trained
 
 
 @dataclass
@@ -107,22 +130,29 @@ class _Tally:
     num_tokens: int = 0
     num_sampled_tokens: int = 0
     num_by_digest: int = 0
+    num_without_history: int = 0
 
     def add(self, other: _Tally) -> None:
         self.num_episodes += other.num_episodes
         self.num_tokens += other.num_tokens
         self.num_sampled_tokens += other.num_sampled_tokens
         self.num_by_digest += other.num_by_digest
+        self.num_without_history += other.num_without_history
 
 
 async def _in_order(
-    source: EvidenceSource, history: RunHistory, account: Account, groups: Iterable[int]
+    source: EvidenceSource,
+    history: RunHistory,
+    account: Account,
+    trained: Mapping[int, Trained],
+    groups: Iterable[int],
 ) -> AsyncGenerator[_Tally]:
     """The groups' findings in order, a few groups ahead of the one that is given."""
     waiting: deque[asyncio.Task[_Tally]] = deque()
     try:
         for group in groups:
-            waiting.append(asyncio.create_task(_audit_group(source, history, account, group)))
+            work = _audit_group(source, history, account, group, trained.get(group))
+            waiting.append(asyncio.create_task(work))
             if len(waiting) >= _GROUPS_AT_A_TIME:
                 yield await waiting.popleft()
         while waiting:
@@ -133,30 +163,31 @@ async def _in_order(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _audit_group(source: EvidenceSource, history: RunHistory, account: Account, group: int) -> _Tally:
+async def _audit_group(
+    source: EvidenceSource, history: RunHistory, account: Account, group: int, trained: Trained | None
+) -> _Tally:
     tally = _Tally()
-    told = account.results[group]
+    told = account.results.get(group)
+    own: GroupHistory | None = None
     try:
         own = await source.read_group(group)
-    except AuditInputError:
-        if account.dispensed.get(group) is not None:
-            raise
-        tally.findings.note(_LOST)
+    except HistoryGoneError:
+        tally.num_without_history = 1
+    if own is not None:
+        if told is not None and group not in account.recorded:
+            check_told(group, own, told, tally.findings)
+        check_prompts(group, own, history.dataset, tally.findings)
+    if trained is None or (told is not None and told.manifest is None):
         return tally
-    if group not in account.recorded:
-        check_told(group, own, told, tally.findings)
-    check_prompts(group, own, history.dataset, tally.findings)
-    step = account.trained_at.get(group)
-    if step is None or told.manifest is None:
-        return tally
-    item = next(item for item in account.requests[step].batch if item.group == group)
-    stored = await source.read_manifest(item.manifest)
+    step = trained.step
+    stored = await source.read_manifest(trained.manifest)
     if stored.missing and history.spec.train.keep_samples == "replay":
         tally.findings.note(_PRUNED)
         return tally
     where = {"step": step, "group": group}
     _expect_stored(stored.trouble, where, tally.findings)
-    if own.manifest != item.manifest and not (own.manifest is None and group in account.recorded):
+    known = own.manifest if own is not None else trained.manifest
+    if known != trained.manifest and not (known is None and group in account.recorded):
         text = "the trainer was given another manifest than the group stored"
         breach = Breach(invariant=Invariant.VERDICTS, message=text, step=step, group=group)
         tally.findings.add(REFERENCES, breach)
@@ -165,7 +196,7 @@ async def _audit_group(source: EvidenceSource, history: RunHistory, account: Acc
     pruned = history.spec.train.keep_samples == "replay"
     check_manifest(group, step, own, stored.manifest, history.spec.rollout.episodes_per_group, tally.findings)
     for outcome in stored.manifest.outcomes:
-        episode = own.episodes.get(outcome.key.session_id)
+        episode = own.episodes.get(outcome.key.session_id) if own else None
         collect = episode.collect if episode else None
         max_seq_len = collect.max_seq_len if collect else history.spec.rollout.max_seq_len
         await _audit_episode(source, outcome, step, max_seq_len, pruned, tally)
@@ -212,12 +243,24 @@ async def _add_notes(history: RunHistory, account: Account, tally: _Tally, findi
         source = history.spec.run.batches_from
         findings.note(f"its groups were played by the run in {source}: audit that one for prompts, tokens and verdicts")
     by_record = sum(fate == BY_RECORD for fate in account.fates.values())
-    if account.by_record:
+    if any(generation.restores for generation in history.generations):
         findings.note(f"the run was resumed from its directory at step {account.by_record}")
+    if history.is_cut:
+        findings.note(
+            "Temporal does not hold the run's first executions any more (the namespace's retention has passed, or they "
+            "were deleted): the order in which prompts were dispensed and steps taken until then was not checked"
+        )
     if by_record:
         findings.note(
-            f"{by_record} groups were settled before a resume, and this Temporal server has no history of that: that "
-            "they were settled once is proved by the run directory's records alone"
+            f"{by_record} groups were settled when this Temporal server's history of the run begins: that they were "
+            "settled once is proved by the records in the run directory alone"
+        )
+    if tally.num_without_history:
+        findings.note(
+            f"of {tally.num_without_history} groups Temporal has no history of their own (the namespace's retention "
+            "has passed, they were deleted, or another server had it): which prompt they played, and that their "
+            "rewards are those that the agents reported, was not checked; what was trained of them was compared with "
+            "journal and store all the same"
         )
     if history.state == "running":
         findings.note("the run is open: this covers what had settled when its history was read")
@@ -255,6 +298,7 @@ def _build_report(
         num_tokens=tally.num_tokens,
         num_sampled_tokens=tally.num_sampled_tokens,
         num_by_digest=tally.num_by_digest,
+        num_without_history=tally.num_without_history,
         checks=lines,
         breaches=findings.breaches,
         num_breaches=findings.num_breaches,

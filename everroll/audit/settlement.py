@@ -55,7 +55,8 @@ class _Fold:
         """As it was changed up to the event that is looked at."""
         self._skipping: set[int] = set()
         """Groups in flight that are dropped whatever they bring."""
-        self._restored = False
+        self._restored = history.is_cut
+        """Whether the next state says what is known of what came before."""
         self._num_trained_by_record = 0
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}

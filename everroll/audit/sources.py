@@ -113,7 +113,17 @@ def read_run_files(root: Path) -> RunFiles:
         metric_lines=_read_metrics(root / "metrics.jsonl"),
         weights=_read_all_sealed(root / "weights"),
         checkpoints=_read_all_sealed(root / "checkpoints"),
+        forked_at=_read_fork(root / "run.json"),
     )
+
+
+def _read_fork(path: Path) -> int:
+    """Step that the run was forked at; 0 for one that was not."""
+    try:
+        origin = json.loads(path.read_bytes()).get("forked_from")
+    except (OSError, ValueError):
+        return 0
+    return int(origin["step"]) if origin else 0
 
 
 def _find_steps(parent: Path) -> list[tuple[int, Path]]:

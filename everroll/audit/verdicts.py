@@ -55,14 +55,17 @@ def check_told(group: int, history: GroupHistory, told: GroupResult, findings: F
 
 
 def check_manifest(
-    group: int, step: int, history: GroupHistory, manifest: GroupManifest, num_members: int, findings: Findings
+    group: int, step: int, history: GroupHistory | None, manifest: GroupManifest, num_members: int, findings: Findings
 ) -> None:
-    """What the trainer read of a group is what its history says, and every member of it may be trained."""
+    """What the trainer read of a group is what its history says, and every member of it may be trained.
+
+    Without the history, what the manifest says of itself is all there is to check.
+    """
     where: Mapping[str, object] = {"step": step, "group": group}
     members = [outcome.key.member for outcome in manifest.outcomes]
     breach = _breach(_I6, "the group's members are not all there, once each", where, list(range(num_members)), members)
     findings.expect(MEMBERS, members == list(range(num_members)) and manifest.group == group, breach)
-    if history.stored is not None and history.stored.outcomes != manifest.outcomes:
+    if history is not None and history.stored is not None and history.stored.outcomes != manifest.outcomes:
         pairs = zip(history.stored.outcomes, manifest.outcomes, strict=False)
         member = next((index for index, (known, found) in enumerate(pairs) if known != found), None)
         breach = _breach(_I6, "the manifest is not what the group handed to the store", where, None, None)
@@ -72,10 +75,15 @@ def check_manifest(
 
 
 def _check_outcome(
-    where: Mapping[str, object], history: GroupHistory, outcome: EpisodeOutcome, findings: Findings
+    where: Mapping[str, object], history: GroupHistory | None, outcome: EpisodeOutcome, findings: Findings
 ) -> None:
     session_id = outcome.key.session_id
     where = {**where, "member": outcome.key.member, "session_id": session_id}
+    if history is None:
+        trouble = _find_no_reward(outcome)
+        breach = _breach(_I6, "an episode without a verdict is trained", where, "completed or truncated", trouble)
+        findings.expect(VERDICTS, trouble is None, breach)
+        return
     episode = history.episodes.get(session_id)
     trouble = _find_no_verdict(outcome, episode)
     breach = _breach(_I6, "an episode without a verdict is trained", where, "completed or truncated", trouble)
@@ -98,21 +106,29 @@ def _check_outcome(
     findings.expect(REFERENCES, known == outcome.samples, breach)
 
 
-def _find_no_verdict(outcome: EpisodeOutcome, episode: EpisodeHistory | None) -> str | None:
-    """Why an outcome must not be trained; None if it may."""
+def _find_no_reward(outcome: EpisodeOutcome) -> str | None:
+    """Why an outcome must not be trained, by what it says of itself; None if it may."""
     if not outcome.status.has_verdict:
         return outcome.status.value
     if outcome.reward is None or not math.isfinite(outcome.reward):
         return f"reward {outcome.reward}"
+    return None
+
+
+def _find_no_verdict(outcome: EpisodeOutcome, episode: EpisodeHistory | None) -> str | None:
+    """Why an outcome must not be trained; None if it may."""
+    trouble = _find_no_reward(outcome)
+    if trouble is not None:
+        return trouble
     if episode is None or episode.report is None or episode.collected is None:
         return "an episode that did not end, or was not collected"
     if episode.report.status is not SampleStatus.COMPLETED:
         return f"{outcome.status.value}, where the episode reported {episode.report.status.value}"
     if not episode.collected.status.has_verdict:
         return f"{outcome.status.value}, where its collection gave {episode.collected.status.value}"
-    trouble = episode.collected.engine_cause
-    if trouble is not None and trouble.kind is CauseKind.ENGINE:
-        return f"{outcome.status.value}, where its last model call failed: {trouble}"
+    cause = episode.collected.engine_cause
+    if cause is not None and cause.kind is CauseKind.ENGINE:
+        return f"{outcome.status.value}, where its last model call failed: {cause}"
     return None
 
 
