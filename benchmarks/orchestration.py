@@ -28,6 +28,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import NoReturn
 
 from temporalio.client import Client
 from temporalio.worker import Worker
@@ -99,11 +100,18 @@ def run_server(directory: Path) -> Iterator[tuple[str, int]]:
     ]
     with open(directory / "server.log", "wb") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log)
+    signal.signal(signal.SIGTERM, lambda *_: _end_at_once(process))
     try:
         yield f"127.0.0.1:{port}", process.pid
     finally:
         process.terminate()
         process.wait(timeout=20)
+
+
+def _end_at_once(server: subprocess.Popen[bytes]) -> NoReturn:
+    """Workers that end in order wait for the server."""
+    server.kill()
+    os._exit(1)
 
 
 @contextlib.asynccontextmanager
@@ -284,7 +292,6 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", action="store_true", help="print one JSON object as the last line")
     options = parser.parse_args()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the server is stopped too
     install_runtime()
     logging.getLogger("temporal_core").setLevel(logging.ERROR)  # slow workflow tasks show in the figures
     result = asyncio.run(run_benchmark(Size(options.groups, options.episodes, options.steps), options.rounds))
