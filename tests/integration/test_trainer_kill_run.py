@@ -112,7 +112,7 @@ class Run:
         directory = self.root / "runs" / self.name
         steps = [json.loads(line)["step"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, self.num_steps + 1))
-        played = Counter(request.key.session_id for request in self.simulation.episodes)
+        played = Counter((request.key.group, request.key.member) for request in self.simulation.episodes)
         assert set(played.values()) == {1}
         trained = [item.group for step in range(1, self.num_steps + 1) for item in self.read_batch(step)]
         assert len(set(trained)) == len(trained) == self.num_steps * GROUPS_PER_STEP
