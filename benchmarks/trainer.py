@@ -143,7 +143,9 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
         measured: dict[ContestantName, list[Measured]] = {name: [] for name in names}
         for round_number in range(arguments.rounds):
             for name in names if round_number % 2 == 0 else names[::-1]:
-                measured[name].append(Measured.model_validate_json(run_process(folder, name, arguments)))
+                process = Measured.model_validate_json(run_process(folder, name, arguments))
+                print(f"round {round_number + 1} {name}: {process.model_dump_json()}", file=sys.stderr, flush=True)
+                measured[name].append(process)
         files = json.loads(run_process(folder, "files", arguments)) if arguments.files else None
     first = [process for processes in measured.values() for process in processes]
     compare(measured)
