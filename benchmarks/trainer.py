@@ -102,7 +102,7 @@ SHAPES = {
         min_tokens=100,
         max_tokens=300,
         rounds=2,
-        steps=2,
+        steps=1,
     ),
 }
 
