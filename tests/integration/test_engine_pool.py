@@ -276,3 +276,21 @@ async def test_collection_refuses_tokens_of_older_weights_than_the_group_started
         with pytest.raises(MalformedSamplesError, match="tokens of weight version 3, the group started at 4"):
             await ActivityEnvironment().run(collect, request.model_copy(update={"min_weight_version": 4}))
     assert classify(MalformedSamplesError("x")).outcome is Outcome.TERMINAL
+
+
+async def test_an_episode_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:
+    """Weights move under it, between its turns; what is reported is what staleness is measured by."""
+    model_dir = write_model_dir(tmp_path / "model")
+    renderer = load_renderer(model_section(model_dir))
+    key = EpisodeKey(run="r", group=0, member=0)
+    async with run_fake_engine() as engine, run_stack(renderer, model_dir, tmp_path / "j.db", [engine]) as stack:
+        handle = await stack.open(key.session_id)
+        reply = await stack.chat(handle, USER)
+        engine.weight_version = 5
+        await stack.chat(handle, USER, reply, {"role": "user", "content": "go on"})
+        collect = CollectionActivities(stack.http, ADMIN_KEY).collect_samples
+        request = CollectRequest(key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"))
+        collected = await ActivityEnvironment().run(collect, request)
+    assert collected.samples is not None
+    assert collected.samples.num_samples == 1, "the second turn continues the first"
+    assert (collected.samples.min_weight_version, collected.samples.max_weight_version) == (3, 5)
