@@ -18,6 +18,7 @@ from temporalio.worker import Replayer, WorkflowReplayResult
 from everroll.temporal import build_plugin
 from tests.replay.changed import ChangedRun
 from tests.replay.record import HISTORIES
+from tests.replay.scenarios import SCENARIOS
 from workflows.evaluation import Evaluation
 from workflows.rollout_group import RolloutGroup
 from workflows.training_run import TrainingRun
@@ -64,4 +65,4 @@ def test_each_release_has_all_scenarios() -> None:
         names_by_release.setdefault(path.parent.name, set()).add(path.name.split(".")[0])
     assert names_by_release
     for found in names_by_release.values():
-        assert {"normal", "losses", "pause", "continued", "failed"} <= found
+        assert {scenario.name for scenario in SCENARIOS} <= found
