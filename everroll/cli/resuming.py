@@ -91,7 +91,10 @@ def fork(
     settled; prompts that it had only started are played by the new run.
     """
     from everroll.cli.execution import execute
+    from everroll.contracts import names
 
+    if not names.is_valid_run_name(name):
+        raise CommandError(f"--name {name}: a run's name has letters, digits, '.', '_' and '-', 64 of them at most")
     values = parse_values(changes or [])
     given = load_spec(file, None, directory) if file else None
 

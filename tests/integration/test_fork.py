@@ -7,17 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from everroll.client import EverrollClient, RunExistsError, RunFailedError
+from everroll.client import EverrollClient, RunExistsError, RunFailedError, name_person
 from everroll.contracts.training import ForkOrigin, ResumeRequest
+from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import read_status
 from tests.integration.test_resume import wait_for
+from tests.integration.test_steering import command
 from tests.resume_helpers import RecordingSimulation, read_fates
 
 _SECONDS = 60
 
 
 async def test_a_fork_has_the_cursor_of_its_step(
-    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+    temporal_server: TemporalServer, client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
 ) -> None:
     """C3: the cursor belongs to the checkpoint. What ran ahead is played by the fork, under its own name."""
     simulation = RecordingSimulation(client.temporal, tmp_path)
@@ -31,8 +33,11 @@ async def test_a_fork_has_the_cursor_of_its_step(
         original = (await read_status(client, run_name)).status
         assert original is not None
         before = list(simulation.episodes)
-        changes: dict[str, object] = {"learning_rate": 0.5, "max_staleness": 0}
-        await client.fork(forked, origin, ResumeRequest(changes=changes, by="me@here"))
+        words = ["fork", run_name, "--step", "1", "--set", "learning_rate=0.5", "--set", "max_staleness=0", "--name"]
+        code, text = await command(temporal_server, *words, "no/name")
+        assert (code, "--name no/name: a run's name has" in text) == (1, True), text
+        code, text = await command(temporal_server, *words, name, "--reason", "to compare")
+        assert code == 0, text
         result = await asyncio.wait_for(client.result(name), _SECONDS)
         view = await read_status(client, name)
         with pytest.raises(RunExistsError, match="exists already"):
@@ -51,6 +56,7 @@ async def test_a_fork_has_the_cursor_of_its_step(
     assert view.status.recent_steps[0].groups == original.recent_steps[0].groups
     assert sorted(group for step in view.status.recent_steps for group in step.groups) == list(range(6))
     assert view.status.steerings[0].action == f"forked from {run_name} at step 1"
+    assert (view.status.steerings[0].by, view.status.steerings[0].reason) == (name_person(), "to compare")
     shared = simulation.run_dir(name) / "checkpoints" / "step_000001" / "weights.txt"
     assert shared.stat().st_nlink == 2
 

@@ -20,6 +20,7 @@ from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
+from workflows.run_groups import RunGroups
 
 _SECONDS = 60
 
@@ -156,6 +157,30 @@ async def test_a_group_is_skipped(client: EverrollClient, run_name: str, task_qu
     assert fates == {0: ["skipped"], 1: ["skipped"], **{group: ["trained"] for group in range(2, 6)}}
     audited = await audit_settlement(client, run_name)
     assert audited == {0: "dropped: skipped", 1: "dropped: skipped", **dict.fromkeys(range(2, 6), "trained")}
+
+
+async def test_a_group_that_ends_before_its_cancellation_arrives_is_skipped_all_the_same(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is stored as trainable, and nothing of it is trained."""
+
+    async def come_too_late(self: RunGroups, group: int) -> None:
+        pass
+
+    monkeypatch.setattr(RunGroups, "_end", come_too_late)
+    simulation = RecordingSimulation(client.temporal, tmp_path)
+    simulation.held_from = 1
+    spec = simulation.build_spec(run_name, task_queue, run={"num_steps": 1})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for(lambda: len(simulation.episodes) == 4)
+        await client.skip(run_name, 1)
+        simulation.held_from = None
+        result = await asyncio.wait_for(client.result(run_name), _SECONDS)
+    assert (tmp_path / "store" / run_name / "groups" / "00000001").exists()
+    assert result.dropped_groups == {"skipped": 1}
+    assert read_fates(simulation.run_dir(run_name)) == {0: ["trained"], 1: ["skipped"], 2: ["trained"]}
+    assert await audit_settlement(client, run_name) == {0: "trained", 1: "dropped: skipped", 2: "trained"}
 
 
 async def test_a_pause_says_who_and_survives_continue_as_new(
