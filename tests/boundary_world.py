@@ -39,8 +39,7 @@ from tests.session_helpers import (
 )
 from tests.simulation import Simulation, build_spec
 
-READ_SECONDS = 1.0
-"""How long episodes and collections wait for an answer."""
+_READ_SECONDS = 30.0
 
 
 @dataclass
@@ -59,6 +58,10 @@ class World:
     runs: RunActivities
     http: httpx.AsyncClient
     """What episodes and collections call with."""
+
+    def be_impatient(self) -> None:
+        """Episodes and collections wait a second for an answer: for tests of servers that give none."""
+        self.http.timeout = httpx.Timeout(1.0)
 
     async def run(self, spec: RunSpec) -> TrainingRunResult:
         await self.client.start(spec)
@@ -109,7 +112,7 @@ async def open_world(
             run_stack(renderer, model_dir, tmp_path / "journal.sqlite", [engine], engine_patience_seconds=5.0)
         )
         proxy = await resources.enter_async_context(run_fault_proxy(stack.client.base_url))
-        http = await resources.enter_async_context(build_http_client(read_seconds=READ_SECONDS, connect_seconds=1))
+        http = await resources.enter_async_context(build_http_client(read_seconds=_READ_SECONDS, connect_seconds=10))
         engine_session = await resources.enter_async_context(aiohttp.ClientSession())
         episodes = EpisodeActivities(AgentClients(http), DatasetCache(), ADMIN_KEY)
         collection = CollectionActivities(http, ADMIN_KEY)

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 from temporalio import activity
 
@@ -29,6 +28,8 @@ from tests.fault_proxy import Kind
 from tests.integration.test_orchestration import wait_for_status
 from tests.session_helpers import ADMIN_KEY
 
+_STALLS = (Kind.STALL, Kind.STALL_IN_BODY)
+
 
 @pytest.mark.parametrize(
     "kind",
@@ -45,19 +46,21 @@ from tests.session_helpers import ADMIN_KEY
 )
 async def test_one_broken_collection_costs_one_sample(world: World, kind: Kind) -> None:
     """A1, A2, B1: that sample is aborted and only its member is played again; everything else is trained."""
+    if kind in _STALLS:
+        world.be_impatient()
     fault = world.proxy.fault(kind, "/samples")
     result = await world.run(world.spec())
     assert len(fault.hits) == 1
     assert result.steps == 2
     assert sum(result.unusable_episodes.values()) == 1
-    cause = "timeout" if kind in (Kind.STALL, Kind.STALL_IN_BODY) else "transport"
-    assert result.unusable_episodes == {cause: 1}
+    assert result.unusable_episodes == {"timeout" if kind in _STALLS else "transport": 1}
     assert result.dropped_groups == {}
     assert world.trained_groups() == [[0, 1], [2, 3]]
 
 
 async def test_one_broken_session_start_costs_one_sample(world: World) -> None:
     """A6: creating a session has the same policy as collecting from it."""
+    world.be_impatient()
     fault = world.proxy.fault(Kind.STALL, "/sessions", "POST")
     result = await world.run(world.spec())
     assert fault.hits == ["POST /sessions"]
@@ -189,7 +192,6 @@ async def test_an_engine_that_is_away_is_no_reward_0(world: World) -> None:
 async def test_a_broken_connection_to_the_engine_costs_nothing(world: World, kind: Kind) -> None:
     """The session server holds the token ids and asks again; the agent does not notice, nothing half-made is kept."""
     fault = world.engine_proxy.fault(kind, "/generate")
-    world.http.timeout = httpx.Timeout(20)
     result = await world.run(world.spec(run={"num_steps": 1}))
     assert len(fault.hits) == 1
     assert result.unusable_episodes == {}
@@ -199,6 +201,8 @@ async def test_a_broken_connection_to_the_engine_costs_nothing(world: World, kin
 @pytest.mark.parametrize("kind", [Kind.ANSWER, Kind.CORRUPT, Kind.STALL, Kind.STALL_IN_BODY])
 async def test_an_engine_that_fails_a_call_costs_one_sample(world: World, kind: Kind) -> None:
     """500, an answer that cannot be trusted, or none at all: no verdict, whatever the agent makes of it."""
+    if kind in _STALLS:
+        world.be_impatient()
     fault = world.engine_proxy.fault(kind, "/generate")
     result = await world.run(world.spec("hide_failure", run={"num_steps": 1}))
     assert len(fault.hits) == 1
@@ -317,7 +321,6 @@ async def test_cancelling_while_collecting_is_cancellation(world: World) -> None
     """A11: never taken for a transport failure."""
     fault = world.proxy.fault(Kind.STALL, "/samples", times=-1)
     spec = world.spec(rollout={"groups_per_step": 1})
-    world.http.timeout = httpx.Timeout(30)
     await world.client.start(spec)
     await wait_for_status(world.client, spec.run.name, lambda view: len(fault.hits) == 2)
     await world.client.cancel(spec.run.name)
@@ -365,6 +368,7 @@ async def test_one_of_several_fatal_errors_is_enough(world: World) -> None:
 
 async def test_an_engine_that_never_answers_is_no_reward_0(world: World) -> None:
     """E1, B1: the agent's own timeout fires, it gives up and returns 0; the call has no answer yet."""
+    world.be_impatient()
     world.engine.gate = asyncio.Event()
     spec = world.spec("hide_failure", rollout={"max_refills": 0, "groups_per_step": 1}, run={"num_steps": 1})
     await world.client.start(spec)

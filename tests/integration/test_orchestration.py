@@ -22,10 +22,12 @@ from tests.simulation import Simulation, abort, build_spec, fail, succeed
 _WAIT_SECONDS = 60.0
 
 
-async def wait_for_status(client: EverrollClient, run: str, condition: Callable[[RunView], bool]) -> RunView:
+async def wait_for_status(
+    client: EverrollClient, run: str, condition: Callable[[RunView], bool], survey: bool = False
+) -> RunView:
     deadline = time.monotonic() + _WAIT_SECONDS
     while True:
-        view = await client.status(run)
+        view = await client.status(run, survey=survey)
         if condition(view):
             return view
         assert time.monotonic() < deadline, view
