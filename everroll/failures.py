@@ -11,7 +11,7 @@ BusyError (another trainer holds the run)                      TRANSIENT: tried 
 TrainingError (all others)                                     TERMINAL, TrainingError: the trainer refused
 EngineUnavailableError (while publishing)                      TRANSIENT: tried again; past the budget the run pauses
 EngineError (all others, while publishing)                     TERMINAL, PublishError: an engine refused new weights
-StoreError                                                     TERMINAL, StoreError: the store is unwritable or corrupt
+StoreError; OSError of a full or broken disk                   TERMINAL, StoreError: nothing can be written or read
 RPCError (Temporal is away or overloaded)                      TRANSIENT: tried again until the activity's deadline
 everything else                                                TERMINAL, ProgrammingError
 
@@ -28,6 +28,7 @@ Error tree of Everroll itself:
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 from dataclasses import dataclass
 from enum import Enum
@@ -61,6 +62,9 @@ _REFUSALS = frozenset(
 )
 """What Temporal answers when asking it again cannot help; any other status passes."""
 
+_DISK_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO})
+"""A disk is full, over its quota, read-only or broken: for a person to mend, and no fault of the program."""
+
 
 class ServerStatusError(RuntimeError):
     """A server answered with a non-2xx status. The message holds method, URL, status and body."""
@@ -92,6 +96,7 @@ class Verdict:
 
 
 _PROGRAMMING = Verdict(Outcome.TERMINAL, ErrorType.PROGRAMMING)
+_STORE = Verdict(Outcome.TERMINAL, ErrorType.STORE)
 # The first row that matches decides.
 _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((asyncio.CancelledError,), Verdict(Outcome.CANCELLED)),
@@ -107,7 +112,7 @@ _TABLE: list[tuple[tuple[type[BaseException], ...], Verdict]] = [
     ((TrainingError,), Verdict(Outcome.TERMINAL, ErrorType.TRAINING)),
     ((EngineUnavailableError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((EngineError,), Verdict(Outcome.TERMINAL, ErrorType.PUBLISH)),
-    ((StoreError,), Verdict(Outcome.TERMINAL, ErrorType.STORE)),
+    ((StoreError,), _STORE),
     ((RPCError,), Verdict(Outcome.TRANSIENT, cause_kind=CauseKind.TRANSPORT)),
     ((BaseException,), _PROGRAMMING),
 ]
@@ -117,6 +122,8 @@ def classify(error: BaseException) -> Verdict:
     """Look an exception up in the table."""
     if isinstance(error, RPCError) and error.status in _REFUSALS:
         return _PROGRAMMING
+    if isinstance(error, OSError) and error.errno in _DISK_ERRNOS:
+        return _STORE
     return next(verdict for types, verdict in _TABLE if isinstance(error, types))
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import inspect
+import os
 
 import httpx
 import pytest
@@ -148,6 +150,18 @@ def test_temporal_that_is_away_is_transient_and_one_that_refuses_is_not() -> Non
     refused = RPCError("workflow not found", RPCStatusCode.NOT_FOUND, b"")
     assert classify(away).cause_kind is TRANSPORT
     assert to_application_error(refused).type == ErrorType.PROGRAMMING.value
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO])
+def test_a_disk_that_takes_nothing_is_no_fault_of_the_program(number: int) -> None:
+    full = OSError(number, os.strerror(number), "/store/blob")
+    mapped = to_application_error(full)
+    assert mapped.type == ErrorType.STORE.value
+    assert mapped.non_retryable
+    assert "/store/blob" in mapped.message
+    assert (
+        to_application_error(FileNotFoundError(errno.ENOENT, "no such file", "x")).type == ErrorType.PROGRAMMING.value
+    )
 
 
 def test_a_transient_error_is_routine_and_keeps_its_cause() -> None:
