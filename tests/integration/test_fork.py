@@ -61,10 +61,8 @@ async def test_a_fork_has_the_cursor_of_its_step(
     assert shared.stat().st_nlink == 2
 
 
-async def test_a_step_that_cannot_be_had(
-    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
-) -> None:
-    """The error names the steps that can."""
+async def test_forks_that_cannot_be_had(client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path) -> None:
+    """A step that is gone: the error names those that can be had. Other data (C11): it names both fingerprints."""
     simulation = RecordingSimulation(client.temporal, tmp_path)
     spec = simulation.build_spec(run_name, task_queue, run={"num_steps": 3})
     forked = spec.model_copy(update={"run": spec.run.model_copy(update={"name": "f" + run_name[-50:]})})
@@ -77,5 +75,11 @@ async def test_a_step_that_cannot_be_had(
         await client.fork(forked, origin, ResumeRequest())
         with pytest.raises(RunFailedError, match=r"checkpoints of the steps 2, 3; .* can be had: 2-3"):
             await asyncio.wait_for(client.result(forked.run.name), _SECONDS)
+        other = spec.model_copy(update={"run": spec.run.model_copy(update={"name": "g" + run_name[-50:]})})
+        simulation.dataset = simulation.dataset.model_copy(update={"fingerprint": "other"})
+        await client.fork(other, origin.model_copy(update={"step": 3}), ResumeRequest())
+        with pytest.raises(RunFailedError, match="its fingerprint was f and is now other"):
+            await asyncio.wait_for(client.result(other.run.name), _SECONDS)
     assert not simulation.run_dir(forked.run.name).exists()
+    assert not simulation.run_dir(other.run.name).exists()
     await wait_for(lambda: not list((tmp_path / "runs").glob(".tmp-*")))

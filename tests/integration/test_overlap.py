@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable
+from datetime import timedelta
 
+import pytest
 from temporalio import activity
 
 from everroll.client import EverrollClient
@@ -15,6 +17,7 @@ from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport,
 from tests.integration.test_audit_settlement import account_for
 from tests.integration.test_orchestration import read_status
 from tests.simulation import Collect, Simulation, build_spec, succeed
+from workflows import policies
 
 _SECONDS = 60.0
 
@@ -116,6 +119,47 @@ async def test_stragglers_are_ended_and_keep_their_accounts(
     account = await account_for(client, run_name)
     assert account.fates[1] == "dropped: straggler"
     assert set(account.fates) == set(account.dispensed)
+
+
+class DeafToCancellation:
+    """The first episode of a group goes on in spite of its cancellation, until it is let go."""
+
+    def __init__(self, simulation: Simulation, group: int) -> None:
+        self._simulation = simulation
+        self._group = group
+        self.let_go = asyncio.Event()
+
+    @activity.defn(name=names.RUN_EPISODE)
+    async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
+        self._simulation.episodes.append(request)
+        while request.key.group == self._group and not self.let_go.is_set():
+            activity.heartbeat("plays")
+            try:
+                await asyncio.sleep(0.05)
+            except asyncio.CancelledError:
+                if request.key.member > 0:
+                    raise
+        return succeed(request)
+
+
+async def test_sessions_of_episodes_that_go_on_are_left_alone(
+    client: EverrollClient, run_name: str, task_queue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run does not wait for them beyond a grace, and takes no session from under an agent that still uses it."""
+    monkeypatch.setattr(policies, "CANCEL_GRACE", timedelta(seconds=0.5))
+    simulation = Simulation()
+    deaf = DeafToCancellation(simulation, group=1)
+    simulation.rollout_activities = [deaf.run_episode, simulation.collect_samples]
+    rollout = {"oversample_groups": 1, "stragglers": {"policy": "drop"}}
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 1}, rollout=rollout))
+        try:
+            result = await asyncio.wait_for(client.result(run_name), _SECONDS)
+        finally:
+            deaf.let_go.set()
+    assert batches(simulation) == [[0, 2]]
+    assert result.dropped_groups == {"straggler": 1}
+    assert {session.rsplit("-", 3)[1] for session in simulation.released} == {"0", "2"}
 
 
 async def test_a_step_gives_up_on_hung_groups_after_its_grace(
