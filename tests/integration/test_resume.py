@@ -140,6 +140,28 @@ async def test_a_cancelled_run_plays_its_lost_groups_first(
     assert await audit_settlement(client, run_name) == dict.fromkeys(range(6), "trained")
 
 
+async def test_nothing_is_trained_that_is_too_old_by_the_bound_of_now(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    """C5: a whole batch lies ready when the run is resumed with a lower bound, which holds at once."""
+    simulation = RecordingSimulation(client.temporal, tmp_path)
+    simulation.train_gate = asyncio.Event()
+    spec = simulation.build_spec(run_name, task_queue, run={"num_steps": 3}, rollout={"max_staleness": 2})
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_for(lambda: len(simulation.trained) == 1)
+        await wait_for(lambda: set(simulation.directory(run_name).read_settled()) == set(range(6)))
+        await client.cancel(run_name)
+        simulation.train_gate.set()
+        await wait_for_status(client, run_name, lambda view: view.state == "canceled")
+        result = await resume(client, spec, changes={"max_staleness": 0})
+    assert result.dropped_groups == {"stale": 4}
+    trained = [0, 1, 6, 7, 8, 9]
+    assert simulation.trained_groups(run_name) == trained
+    fates = {group: ["trained"] if group in trained else ["stale"] for group in range(10)}
+    assert read_fates(simulation.run_dir(run_name)) == fates
+
+
 async def test_running_and_finished_runs(
     client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
 ) -> None:

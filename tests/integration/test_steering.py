@@ -48,6 +48,7 @@ async def test_settings_change_under_a_live_run(
         )
         assert code == 0, text
         assert "train.learning_rate = 0.25 (was 1e-06)" in text
+        assert (simulation.run_dir(run_name) / "steering.jsonl").read_text(), "it answers when it is on disk"
         simulation.train_gate.set()
         await client.result(run_name)
         view = await read_status(client, run_name)
