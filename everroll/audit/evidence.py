@@ -24,6 +24,7 @@ from everroll.contracts.rollout import (
     StoreGroupRequest,
 )
 from everroll.contracts.spec import RunSpec
+from everroll.contracts.steering import SteeringRecord
 from everroll.contracts.training import GroupBatchItem, RunState, TrainRequest, TrainResult
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import RecordedSession
@@ -114,6 +115,8 @@ class Generation:
     and is heard of again by the next generation."""
     spec: RunSpec | None = None
     """The settings that it began with; None: the run's first."""
+    steerings: list[SteeringRecord] = field(default_factory=list)
+    """What it wrote into the run directory of what was asked of it."""
     restores: bool = False
     """It only read the run directory, after the run had ended or was forked; the next one starts from that."""
 
@@ -233,8 +236,14 @@ class RunFiles:
     unreadable: dict[int, str]
     metric_lines: list[tuple[int, dict[str, float]]]
     """Lines of `metrics.jsonl`, in order."""
+    malformed_line: int | None
+    """The first line of it that is no step's, from 1."""
     weights: list[SealedDirectory]
     checkpoints: list[SealedDirectory]
+    steerings: list[SteeringRecord] = field(default_factory=list)
+    """Lines of `steering.jsonl`, in order, up to the first that cannot be read."""
+    settled: dict[int, GroupResult | None] = field(default_factory=dict)
+    """How each group was settled, by the number in its file's name; None where it cannot be read."""
     forked_at: int = 0
     """Steps up to this one were taken by the run that this one was forked from."""
 

@@ -47,10 +47,11 @@ from everroll.contracts.rollout import (
     StoreGroupRequest,
 )
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.steering import SetRequest, SkipRequest, apply_changes
+from everroll.contracts.steering import SetRequest, SkipRequest, SteeringRecord, apply_changes
 from everroll.contracts.training import (
     PrepareRunResult,
     PublishResult,
+    RecordRunRequest,
     TrainingRunRequest,
     TrainingRunResult,
     TrainRequest,
@@ -239,6 +240,7 @@ class _RunReader:
     request: TrainingRunRequest | None = None
     dataset: DatasetRef | None = None
     events: list[RunEvent] = field(default_factory=list)
+    steerings: list[SteeringRecord] = field(default_factory=list)
     state: str = "running"
     stopped: bool = False
     num_surplus: int = 0
@@ -258,6 +260,7 @@ class _RunReader:
             events=self.events,
             num_tasks=self._num_tasks,
             spec=request.spec,
+            steerings=self.steerings,
             restores=is_restoring(request),
         )
 
@@ -331,6 +334,8 @@ class _RunReader:
             request = step
         elif name == names.PLAN_BLOCK:
             request = await self.decode(attributes.input, PlanRequest)
+        elif name == names.RECORD_RUN:
+            request = await self.decode(attributes.input, RecordRunRequest)
         self._scheduled[event.event_id] = (name, request)
 
     async def _take_completed(self, event: HistoryEvent) -> None:
@@ -344,6 +349,8 @@ class _RunReader:
         elif name == names.PLAN_BLOCK and isinstance(request, PlanRequest):
             plan = await self.decode(attributes.result, PlanResult)
             self.events.append(Planned(request.first_group, plan.prompts))
+        elif name == names.RECORD_RUN and isinstance(request, RecordRunRequest):
+            self.steerings += request.steerings
         elif name == names.PUBLISH_WEIGHTS:
             self.events.append(Published((await self.decode(attributes.result, PublishResult)).version))
         elif name == names.PREPARE_RUN:

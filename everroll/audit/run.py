@@ -15,17 +15,18 @@ from temporalio.client import Client
 from everroll.audit.account import Account
 from everroll.audit.evidence import EvidenceSource, GroupHistory, RunFiles, RunHistory
 from everroll.audit.histories import HistoryReader
+from everroll.audit.records import check_settled, check_steerings
 from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, HistoryGoneError, Invariant
 from everroll.audit.resumption import BY_RECORD
 from everroll.audit.settlement import settle_groups
 from everroll.audit.sources import RecordedEvidence
 from everroll.audit.steps import check_steps
-from everroll.audit.tokens import TrainedEpisode, check_tokens
+from everroll.audit.tokens import EQUAL, TrainedEpisode, check_tokens
 from everroll.audit.verdicts import REFERENCES, check_manifest, check_prompts, check_told
 from everroll.contracts.rollout import BlobRef, EpisodeOutcome
 from everroll.failures import ConfigurationError
 from everroll.prompts import DatasetCache
-from everroll.sessions.reading import JournalReadError, open_journal_reader
+from everroll.sessions.reading import JournalReadError, MalformedSessionError, open_journal_reader
 
 STORED = "blobs are what was written"
 _GROUPS_AT_A_TIME = 8
@@ -93,7 +94,12 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             if on_progress is not None:
                 on_progress(num_done, len(groups))
     if files is not None:
-        check_steps(account, files, history.spec.train, findings)
+        is_open = history.state == "running"
+        check_steps(account, files, history.spec.train, findings, is_open=is_open)
+        if not is_open:
+            check_steerings(history, files, findings)
+        if history.spec.run.mode == "full":
+            check_settled(files, {group: one.manifest for group, one in trained.items()}, findings)
     await _add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
 
@@ -218,8 +224,13 @@ async def _audit_episode(
     _expect_stored(stored.trouble, where, tally.findings)
     if stored.sample_set is None:
         return
-    session = await source.read_session(key.session_id)
-    digest = await source.read_digest(key.session_id)
+    try:
+        session = await source.read_session(key.session_id)
+        digest = await source.read_digest(key.session_id)
+    except MalformedSessionError as error:
+        tally.findings.count(Invariant.TOKENS, EQUAL)
+        tally.findings.add(EQUAL, who.breach(f"the journal's record is none: {error}"))
+        return
     sample_set = stored.sample_set
     by_digest = await asyncio.to_thread(check_tokens, who, sample_set, session, digest, tally.findings)
     tally.num_episodes += 1

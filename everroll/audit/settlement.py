@@ -198,7 +198,11 @@ class _Fold:
                     found=f"step {step} too",
                 )
                 self._findings.add(ONCE, breach)
-        account.in_training = [item.group for item in request.batch]
+        if account.in_training:
+            text = "a step was handed over before the one before it was answered"
+            breach = Breach(invariant=_I3, step=step, message=text, expected=f"an answer for step {wanted - 1}")
+            self._findings.add(STEPS, breach.model_copy(update={"found": "none"}))
+        account.in_training += [item.group for item in request.batch]
         account.requests.setdefault(step, request)
 
     def _compare_batch(self, request: TrainRequest, task: int) -> None:
@@ -350,6 +354,10 @@ class _Fold:
                     invariant=_I1, group=group, message=text, expected="trained or dropped", found=f"left {where}"
                 )
                 self._findings.add(ONCE, breach)
+        lost = sorted(set(account.dispensed) - set(account.fates))
+        for group in lost if finished else []:
+            breach = Breach(invariant=_I1, group=group, message="the run completed, and nothing settled the group")
+            self._findings.add(ONCE, breach)
         if finished and account.num_steps != self._spec.run.num_steps:
             breach = Breach(
                 invariant=_I3,

@@ -22,9 +22,10 @@ from everroll.audit.evidence import (
 )
 from everroll.audit.histories import HistoryReader
 from everroll.audit.report import AuditInputError
-from everroll.contracts.rollout import BlobRef, GroupManifest
+from everroll.contracts.rollout import BlobRef, GroupManifest, GroupResult
+from everroll.contracts.steering import SteeringRecord
 from everroll.sessions.digest import SessionDigest
-from everroll.sessions.reading import JournalReader, JournalReadError, RecordedSession
+from everroll.sessions.reading import JournalReader, JournalReadError, MalformedSessionError, RecordedSession
 from everroll.store import StoreError, open_store
 from everroll.tokens.samples import MalformedSamplesError, decode_samples
 
@@ -70,12 +71,16 @@ class RecordedEvidence:
     async def read_session(self, session_id: str) -> RecordedSession | None:
         try:
             return await self._journal.read_session(session_id)
+        except MalformedSessionError:
+            raise  # a finding about one session, where the others can be looked at
         except JournalReadError as error:
             raise AuditInputError(str(error)) from error
 
     async def read_digest(self, session_id: str) -> SessionDigest | None:
         try:
             return await self._journal.read_digest(session_id)
+        except MalformedSessionError:
+            raise
         except JournalReadError as error:
             raise AuditInputError(str(error)) from error
 
@@ -102,17 +107,24 @@ def read_run_files(root: Path) -> RunFiles:
     records: dict[int, StepRecordFile] = {}
     unreadable: dict[int, str] = {}
     for step, path in _find_steps(root / "steps"):
+        if step in records:
+            unreadable[step] = f"{path.name} is another record of it"
+            continue
         try:
             records[step] = StepRecordFile.model_validate_json(path.read_bytes())
         except (OSError, ValidationError) as error:
             unreadable[step] = str(error)
+    metric_lines, malformed_line = _read_metrics(root / "metrics.jsonl")
     return RunFiles(
         path=root,
         records=records,
         unreadable=unreadable,
-        metric_lines=_read_metrics(root / "metrics.jsonl"),
+        metric_lines=metric_lines,
+        malformed_line=malformed_line,
         weights=_read_all_sealed(root / "weights"),
         checkpoints=_read_all_sealed(root / "checkpoints"),
+        steerings=_read_steerings(root / "steering.jsonl"),
+        settled=_read_settled(root / "settled"),
         forked_at=_read_fork(root / "run.json"),
     )
 
@@ -131,16 +143,47 @@ def _find_steps(parent: Path) -> list[tuple[int, Path]]:
     return sorted((int(number), path) for number, path in found if number.isdigit())
 
 
-def _read_metrics(path: Path) -> list[tuple[int, dict[str, float]]]:
-    """Whole lines; one that a crash cut short ends the file and was not applied."""
-    if not path.exists():
-        return []
+def _read_metrics(path: Path) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
+    """Steps and their metrics, and the number of the first line that is no step's, from 1."""
     lines = []
-    for line in path.read_bytes().splitlines(keepends=True):
-        if line.endswith(b"\n"):
+    for number, line in enumerate(_read_whole_lines(path), start=1):
+        try:
             values = json.loads(line)
             lines.append((int(values.pop("step")), values))
-    return lines
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return lines, number
+    return lines, None
+
+
+def _read_steerings(path: Path) -> list[SteeringRecord]:
+    records = []
+    for line in _read_whole_lines(path):
+        try:
+            records.append(SteeringRecord.model_validate_json(line))
+        except ValidationError:
+            break
+    return records
+
+
+def _read_settled(parent: Path) -> dict[int, GroupResult | None]:
+    settled: dict[int, GroupResult | None] = {}
+    for path in sorted(parent.glob("group_*.json")):
+        try:
+            group = int(path.stem.removeprefix("group_"))
+        except ValueError:
+            continue
+        try:
+            settled[group] = GroupResult.model_validate_json(path.read_bytes())
+        except (OSError, ValidationError):
+            settled[group] = None
+    return settled
+
+
+def _read_whole_lines(path: Path) -> list[bytes]:
+    """A line that a crash cut short ends the file, and counts as not written."""
+    if not path.exists():
+        return []
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 
 def _read_all_sealed(parent: Path) -> list[SealedDirectory]:

@@ -18,7 +18,9 @@ WEIGHTS = "weights and checkpoints are those of their step"
 _I3 = Invariant.STEPS
 
 
-def check_steps(account: Account, files: RunFiles, train: TrainSection, findings: Findings) -> None:
+def check_steps(
+    account: Account, files: RunFiles, train: TrainSection, findings: Findings, *, is_open: bool = False
+) -> None:
     """Compare what was handed over, what is on record, and what is kept."""
     # Otherwise checkpoints hold other files than engines load: float32 masters, or the model below its adapters.
     shared = train.publish_dtype == "float32" and train.lora.rank == 0
@@ -26,6 +28,8 @@ def check_steps(account: Account, files: RunFiles, train: TrainSection, findings
     for step, record in sorted(files.records.items()):
         _check_record(step, record, account, findings)
     _check_metrics(files, findings)
+    if not is_open:  # else a step may have been taken since its history was read
+        _check_unheard(account, files, findings)
     for directory in files.weights:
         _check_directory(directory, files.records.get(directory.step), findings)
     for directory in files.checkpoints:
@@ -50,8 +54,8 @@ def _check_records(account: Account, files: RunFiles, findings: Findings) -> Non
 def _check_record(step: int, record: StepRecordFile, account: Account, findings: Findings) -> None:
     request, answer = account.requests.get(step), account.applied.get(step)
     if request is not None:
-        known = [(item.group, item.manifest.sha256) for item in request.batch]
-        found = [(item.group, item.manifest.sha256) for item in record.batch]
+        known = [(item.group, item.manifest.sha256, item.manifest.uri) for item in request.batch]
+        found = [(item.group, item.manifest.sha256, item.manifest.uri) for item in record.batch]
         breach = _breach(step, "another batch was trained than was handed over", _names(known), _names(found))
         pairs = zip(known, found, strict=False)
         first = next((index for index, (left, right) in enumerate(pairs) if left != right), None)
@@ -78,14 +82,34 @@ def _check_metrics(files: RunFiles, findings: Findings) -> None:
     if first is not None:
         text = f"line {first + 1} of metrics.jsonl is of another step"
         findings.add(METRICS, _breach(wanted[first], text, f"step {wanted[first]}", f"step {steps[first]}"))
+    if files.malformed_line is not None:
+        text = f"line {files.malformed_line} of metrics.jsonl is no step's"
+        findings.add(METRICS, _breach(len(steps) + 1, text))
     for step, values in files.metric_lines:
         record = files.records.get(step)
         if record is not None:
-            name = next((name for name, value in record.result.metrics.items() if values.get(name) != value), None)
+            own = record.result.metrics
+            name = next((name for name in sorted({*own, *values}) if values.get(name) != own.get(name)), None)
             breach = _breach(step, f"metrics.jsonl tells another {name} than the step's record")
             findings.expect(METRICS, name is None, breach)
     for step in sorted(set(files.records) - set(steps)):
         findings.add(METRICS, _breach(step, "the step has no line in metrics.jsonl", "one line", "none"))
+
+
+def _check_unheard(account: Account, files: RunFiles, findings: Findings) -> None:
+    """Nothing is left of steps that nobody took.
+
+    The one after the newest on record may have been under way when the run ended: its line, weights and checkpoint are
+    written before its record.
+    """
+    newest = max([*files.records, *files.unreadable], default=0)
+    under_way = newest + 1 if newest + 1 in account.requests and newest + 1 not in account.applied else newest
+    left = [(step, "a line in metrics.jsonl") for step, _ in files.metric_lines]
+    left += [(one.step, f"{one.path}") for one in (*files.weights, *files.checkpoints)]
+    for step, what in left:
+        breach = _breach(step, "something is left of a step that is not on record", "nothing", what)
+        check = METRICS if what.endswith(".jsonl") else WEIGHTS
+        findings.expect(check, step <= under_way, breach)
 
 
 def _check_directory(directory: SealedDirectory, record: StepRecordFile | None, findings: Findings) -> None:
@@ -109,7 +133,7 @@ def _check_state(directory: SealedDirectory, record: StepRecordFile | None, find
     step = directory.step
     breach = _breach(step, "the checkpoint says it is of another step", str(step), str(directory.state_step))
     findings.expect(WEIGHTS, directory.state_step == step, breach)
-    if record is not None and directory.state_record is not None:
+    if record is not None:
         breach = _breach(step, "the checkpoint carries another record of its step than the run directory")
         findings.expect(WEIGHTS, directory.state_record == record, breach)
 
@@ -122,8 +146,8 @@ def _check_newest(files: RunFiles, findings: Findings) -> None:
         findings.expect(WEIGHTS, newest in held, breach)
 
 
-def _names(batch: list[tuple[int, str]]) -> str:
-    return ", ".join(f"group {group} ({sha256[:12]})" for group, sha256 in batch)
+def _names(batch: list[tuple[int, str, str]]) -> str:
+    return ", ".join(f"group {group} ({sha256[:12]} at {uri})" for group, sha256, uri in batch)
 
 
 def _breach(step: int, message: str, expected: str | None = None, found: str | None = None) -> Breach:

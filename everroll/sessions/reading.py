@@ -34,6 +34,10 @@ class JournalReadError(RuntimeError):
     """A journal is missing, is none, or cannot be read; the text names it."""
 
 
+class MalformedSessionError(JournalReadError):
+    """The journal can be read, and what it holds of one session is no record of a session: somebody changed it."""
+
+
 @dataclass(frozen=True, eq=False)
 class RecordedTurn:
     """One row of `turns`."""
@@ -149,10 +153,7 @@ class SqliteReader:
         rows = await self._select(
             f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id = ? ORDER BY turn_index", session_id
         )
-        try:
-            return decode_session(found[0], rows)
-        except (ValueError, ValidationError, KeyError) as error:
-            raise JournalReadError(f"journal {self._path}, session {session_id}: {error}") from error
+        return decode_session(found[0], rows)
 
     async def read_digest(self, session_id: str) -> SessionDigest | None:
         rows = await self._select("SELECT digest FROM digests WHERE session_id = ?", session_id)
@@ -183,25 +184,55 @@ class SqliteReader:
 
 
 def parse_digest(text: str) -> SessionDigest | None:
-    """A digest as the journal keeps it; None for one of another version, which says nothing to this one."""
+    """A digest as the journal keeps it; None for one of another version, which says nothing to this one.
+
+    Raises:
+        MalformedSessionError: it is no digest.
+    """
     if not text.startswith("{"):
         return None
-    digest = SessionDigest.model_validate_json(text)
+    try:
+        digest = SessionDigest.model_validate_json(text)
+    except ValidationError as error:
+        raise MalformedSessionError(f"the digest kept at release cannot be read: {error}") from error
     return digest if digest.version == 1 else None
 
 
 def decode_session(row: tuple[Any, ...], turns: list[tuple[Any, ...]]) -> RecordedSession:
-    """Rows as selected by `SESSION_COLUMNS` and `TURN_COLUMNS`."""
+    """Rows as selected by `SESSION_COLUMNS` and `TURN_COLUMNS`.
+
+    Raises:
+        MalformedSessionError: names the session, and the first turn that is wrong.
+    """
     session_id, sampling, seed, created_at, attempt, released_at = row
-    return RecordedSession(
-        session_id=session_id,
-        sampling=SamplingSpec.model_validate_json(sampling),
-        seed=seed,
-        created_at=created_at,
-        attempt=attempt,
-        released_at=released_at,
-        turns=[_decode_turn(turn) for turn in turns],
-    )
+    try:
+        session = RecordedSession(
+            session_id=session_id,
+            sampling=SamplingSpec.model_validate_json(sampling),
+            seed=seed,
+            created_at=created_at,
+            attempt=attempt,
+            released_at=released_at,
+            turns=[_decode_turn(turn) for turn in turns],
+        )
+    except (ValueError, TypeError) as error:
+        raise MalformedSessionError(f"session {session_id} cannot be read: {error}") from error
+    _validate_turns(session)
+    return session
+
+
+def _validate_turns(session: RecordedSession) -> None:
+    """Turns form a forest that grows, so that whoever walks it up comes to an end; values of a turn are aligned."""
+    seen: set[int] = set()
+    for turn in session.turns:
+        tokens = turn.tokens
+        who = f"session {session.session_id} turn {tokens.index}"
+        if tokens.follows is not None and tokens.follows not in seen:
+            raise MalformedSessionError(f"{who} follows turn {tokens.follows}, which was not recorded before it")
+        sizes = [tokens.completion_ids.size, tokens.logprobs.size, tokens.weight_versions.size]
+        if len(set(sizes)) > 1:
+            raise MalformedSessionError(f"{who} has {sizes} sampled tokens, log-probabilities and weight versions")
+        seen.add(tokens.index)
 
 
 def _decode_turn(row: tuple[Any, ...]) -> RecordedTurn:

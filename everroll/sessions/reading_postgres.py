@@ -38,10 +38,7 @@ class PostgresReader:
         if not found:
             return None
         sql = f"SELECT {TURN_COLUMNS} FROM turns WHERE session_id = $1 ORDER BY turn_index"
-        try:
-            return decode_session(found[0], await self._select(sql, session_id))
-        except (ValueError, KeyError) as error:
-            raise JournalReadError(f"journal {self._name}, session {session_id}: {error}") from error
+        return decode_session(found[0], await self._select(sql, session_id))
 
     async def read_digest(self, session_id: str) -> SessionDigest | None:
         rows = await self._select("SELECT digest FROM digests WHERE session_id = $1", session_id)

@@ -230,6 +230,102 @@ def test_a_checkpoint_of_another_step(cli: Cli, tampered: FinishedRun) -> None:
     assert any("of another step" in breach["message"] for breach in report["breaches"])
 
 
+def add_metrics_line(run: FinishedRun) -> None:
+    """As if a third step had been taken, and only its metrics were left."""
+    path = run.run_dir / "metrics.jsonl"
+    line = path.read_text().splitlines()[-1].replace('"step": 2', '"step": 3')
+    path.write_text(path.read_text() + line + "\n")
+
+
+def break_metrics_line(run: FinishedRun) -> None:
+    path = run.run_dir / "metrics.jsonl"
+    path.write_text(path.read_text() + "{no step}\n")
+
+
+def record_step_twice(run: FinishedRun) -> None:
+    steps = run.run_dir / "steps"
+    shutil.copy(steps / "step_000002.json", steps / "step_2.json")
+
+
+def add_weights(run: FinishedRun) -> None:
+    shutil.copytree(run.run_dir / "weights" / "step_000002", run.run_dir / "weights" / "step_000003")
+
+
+def forget_record(run: FinishedRun) -> None:
+    """A checkpoint whose manifest was made to fit."""
+    directory = run.run_dir / "checkpoints" / "step_000002"
+    state = json.loads((directory / "trainer_state.json").read_text())
+    (directory / "trainer_state.json").unlink()  # the copy may share the file with others
+    (directory / "trainer_state.json").write_text(json.dumps({**state, "record": None}))
+    reseal(directory)
+
+
+def move_manifest(run: FinishedRun) -> None:
+    """The same hash, and the place of another group's manifest."""
+    with edited_json(run.run_dir / "steps" / "step_000001.json") as record:
+        first, second = record["batch"]
+        first["manifest"]["uri"] = second["manifest"]["uri"]
+
+
+def settle_as_dropped(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "settled" / "group_00000001.json") as record:
+        del record["manifest"]
+        record["dropped"] = {"kind": "agent", "message": "it failed"}
+
+
+def forget_settled(run: FinishedRun) -> None:
+    (run.run_dir / "settled" / "group_00000001.json").unlink()
+
+
+def settle_as_another(run: FinishedRun) -> None:
+    settled = run.run_dir / "settled"
+    shutil.copy(settled / "group_00000001.json", settled / "group_00000009.json")
+
+
+@pytest.mark.parametrize(
+    ("tamper", "text", "where"),
+    [
+        (add_metrics_line, "something is left of a step that is not on record", ("I3", 3, None)),
+        (break_metrics_line, "line 3 of metrics.jsonl is no step's", ("I3", 3, None)),
+        (record_step_twice, "step_2.json is another record of it", ("I3", 2, None)),
+        (add_weights, "something is left of a step that is not on record", ("I3", 3, None)),
+        (forget_record, "the checkpoint carries another record", ("I3", 2, None)),
+        (move_manifest, "another batch was trained than was handed over", ("I3", 1, 0)),
+        (settle_as_dropped, "on record as settled otherwise", ("I1", None, 1)),
+        (forget_settled, "on record as settled otherwise", ("I1", None, 1)),
+        (settle_as_another, "the record of how the group was settled is none of it", ("I1", None, 9)),
+    ],
+)
+def test_a_run_directory_that_tells_otherwise(
+    cli: Cli, tampered: FinishedRun, tamper: Callable[[FinishedRun], None], text: str, where: tuple[object, ...]
+) -> None:
+    tamper(tampered)
+    code, report = audit_json(cli, tampered)
+    assert code == 1
+    breach = next(breach for breach in report["breaches"] if text in breach["message"])
+    assert (breach["invariant"], breach["step"], breach["group"]) == where
+
+
+@pytest.mark.parametrize(
+    ("sql", "text"),
+    [
+        ("UPDATE turns SET follows = 1 WHERE session_id = ? AND turn_index = 1", "turn 1 follows turn 1"),
+        ("UPDATE turns SET follows = 55 WHERE session_id = ? AND turn_index = 1", "turn 1 follows turn 55"),
+        ("UPDATE turns SET logprobs = substr(logprobs, 5) WHERE session_id = ? AND turn_index = 1", "turn 1 has ["),
+        ("UPDATE turns SET added_ids = substr(added_ids, 2) WHERE session_id = ? AND turn_index = 1", "cannot be read"),
+        ("INSERT OR REPLACE INTO digests (session_id, digest, num_turns) VALUES (?, '{}', 2)", "the digest kept at"),
+    ],
+)
+def test_rows_of_the_journal_that_are_no_session(cli: Cli, tampered: FinishedRun, sql: str, text: str) -> None:
+    """A finding about that session: the others are looked at all the same, and no walk goes on for ever."""
+    tampered.edit_journal(sql, SESSION)
+    code, report = audit_json(cli, tampered)
+    assert (code, report["num_breaches"], report["num_episodes"]) == (1, 1, 7)
+    (breach,) = report["breaches"]
+    assert (breach["invariant"], breach["session_id"]) == ("I2", SESSION)
+    assert text in breach["message"]
+
+
 # What cannot be audited
 
 
@@ -504,6 +600,11 @@ def skip_step(events: list[Any]) -> list[Any]:
     ]
 
 
+def never_answer(events: list[Any]) -> list[Any]:
+    """The first step was handed over, and nothing came of it."""
+    return [event for event in events if not (isinstance(event, StepCompleted) and event.requested_step == 1)]
+
+
 def reverse_batch(events: list[Any]) -> list[Any]:
     return [
         dataclasses.replace(event, request=event.request.model_copy(update={"batch": event.request.batch[::-1]}))
@@ -530,6 +631,7 @@ def never_settle(events: list[Any]) -> list[Any]:
         ),
         (train_twice, Invariant.STEPS, "the step was handed to the trainer again", {"step": 1}),
         (skip_step, Invariant.STEPS, "the steps are not taken in order", {"step": 2}),
+        (never_answer, Invariant.STEPS, "a step was handed over before the one before it was answered", {"step": 2}),
         (reverse_batch, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"step": 1}),
         (never_settle, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"group": 3}),
     ],
