@@ -66,7 +66,7 @@ class Costs:
     """Of three short turns; nearly all of it grows with the tokens."""
     rollout_mib: float = 125.0
     """Of a worker that plays nothing."""
-    rollout_kib_per_episode_in_flight: float = 80.0
+    rollout_kib_per_episode_in_flight: float = 90.0
     session_mib: float = 115.0
     session_kib_per_episode_in_flight: float = 26.0
     utilization: float = 0.6
