@@ -152,7 +152,10 @@ class RolloutGroup:
         """Settle every member. The first terminal failure ends the group."""
         tasks = [asyncio.create_task(self._play_member(member)) for member in range(len(self.progress.members))]
         try:
-            await asyncio.gather(*tasks)
+            # A cancelled gather would end with its first child only: never, where all are deaf to cancellation.
+            done, _ = await workflow.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
+            for task in done:
+                task.result()
         except (Exception, asyncio.CancelledError):  # not what ends a coroutine whose workflow leaves the cache
             self.closing = True
             for task in tasks:

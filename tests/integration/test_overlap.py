@@ -122,7 +122,7 @@ async def test_stragglers_are_ended_and_keep_their_accounts(
 
 
 class DeafToCancellation:
-    """The first episode of a group goes on in spite of its cancellation, until it is let go."""
+    """All episodes of a group go on in spite of their cancellation, until they are let go."""
 
     def __init__(self, simulation: Simulation, group: int) -> None:
         self._simulation = simulation
@@ -134,11 +134,8 @@ class DeafToCancellation:
         self._simulation.episodes.append(request)
         while request.key.group == self._group and not self.let_go.is_set():
             activity.heartbeat("plays")
-            try:
+            with contextlib.suppress(asyncio.CancelledError):
                 await asyncio.sleep(0.05)
-            except asyncio.CancelledError:
-                if request.key.member > 0:
-                    raise
         return succeed(request)
 
 
