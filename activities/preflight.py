@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+import time
+from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import aiohttp
@@ -11,13 +13,14 @@ import httpx
 
 from everroll.contracts.spec import DataPaths, EngineKind, RunSpec
 from everroll.engines.open import open_engine
-from everroll.failures import ConfigurationError
+from everroll.failures import ConfigurationError, Outcome, classify
 from everroll.prompts import Dataset, load_dataset
 from everroll.sessions.client import SessionClient
 from everroll.store import open_store
 from everroll.tokens.fingerprint import compute_tokenizer_fingerprint
 
 _CHECK_SECONDS = 10.0
+_AGAIN_SECONDS = 0.5
 
 
 class Preflight:
@@ -28,21 +31,27 @@ class Preflight:
         self._engine_session = engine_session
         self._admin_key = admin_key
 
-    async def check(self, spec: RunSpec) -> Dataset:
+    async def check(self, spec: RunSpec, patience_seconds: float = 0.0) -> Dataset:
         """Returns the data set when all is well.
+
+        `patience_seconds`: how long servers that are away are asked again. A run that starts says at once what is not
+        there; one that goes on often does so while what was mended is still coming up.
 
         Raises:
             ConfigurationError: a line per fault, each naming what was asked.
         """
         services = spec.services
         checks: dict[str, Awaitable[object]] = {
-            f"store {services.store_url}": asyncio.to_thread(_check_store, services.store_url)
+            f"store {services.store_url}": asyncio.wait_for(
+                asyncio.to_thread(_check_store, services.store_url), _CHECK_SECONDS
+            )
         }
         if spec.run.mode != "train":
-            checks[f"session server {services.session_url}"] = self._check_sessions(spec)
+            sessions = partial(self._check_sessions, spec)
+            checks[f"session server {services.session_url}"] = _ask_until(sessions, patience_seconds)
             for url in services.engine_urls:
-                checks[f"engine {url}"] = self._check_engine(services.engine_kind, url)
-        checks = {name: asyncio.wait_for(check, _CHECK_SECONDS) for name, check in checks.items()}
+                engine = partial(self._check_engine, services.engine_kind, url)
+                checks[f"engine {url}"] = _ask_until(engine, patience_seconds)
         # Every row is read, perhaps downloaded: that takes its time, within the activity's deadline.
         checks["data"] = asyncio.to_thread(load_dataset, spec.data.path)
         for name, path in spec.eval.named_paths.items():
@@ -87,6 +96,18 @@ class Preflight:
 
     async def _check_engine(self, kind: EngineKind, url: str) -> None:
         await open_engine(kind, url, self._engine_session).weight_version()
+
+
+async def _ask_until(check: Callable[[], Awaitable[None]], patience_seconds: float) -> None:
+    """Ask again for so long as the server is away; what it answers, good or bad, holds."""
+    give_up = time.monotonic() + patience_seconds
+    while True:
+        try:
+            return await asyncio.wait_for(check(), _CHECK_SECONDS)
+        except Exception as error:
+            if classify(error).outcome is not Outcome.TRANSIENT or time.monotonic() >= give_up:
+                raise
+        await asyncio.sleep(_AGAIN_SECONDS)
 
 
 def _read_fingerprint(model_dir: Path) -> str | None:

@@ -43,7 +43,9 @@ class RunActivities:
         """
         async with heartbeating("checking services, reading the data set"):
             claim = await asyncio.to_thread(plan_claim, request)
-            dataset = await self._preflight.check(claim.spec)
+            goes_on = request.resume is not None
+            patience = claim.spec.rollout.abort_budget.dead_seconds if goes_on else 0.0
+            dataset = await self._preflight.check(claim.spec, patience)
             reference = _build_reference(claim.spec, dataset)
             await asyncio.to_thread(take_claim, claim, reference, request)
         return PrepareRunResult(dataset=reference)

@@ -16,6 +16,8 @@ from everroll.contracts.training import MAX_RECENT_STEPS, LedgerMark, RunState, 
 _INFRASTRUCTURE = (CauseKind.TRANSPORT, CauseKind.TIMEOUT, CauseKind.ENGINE)
 # The run's own choice, and so no sign that it gets nowhere.
 _IN_EXCESS = (CauseKind.STRAGGLER, CauseKind.SURPLUS)
+MAX_GROUPS_IN_FLIGHT = 1900
+"""Temporal refuses a workflow's 2,001st open child, again and again; evaluations are children too."""
 MAX_STALE_REFILLS = 3
 """How often one group may be sampled again for being stale."""
 # What of the trainer's metrics travels with the run's state; the rest is in <run_dir>/metrics.jsonl.
@@ -45,8 +47,8 @@ class Ledger:
         While a batch is gathered, `oversample_groups` more may.
         `stopping`: the run ends with the step that it is in, which may still lack groups.
         """
-        cap = self._spec.rollout.max_groups_in_flight
-        if cap is not None and len(self._state.in_flight) >= cap:
+        cap = min(self._spec.rollout.max_groups_in_flight or MAX_GROUPS_IN_FLIGHT, MAX_GROUPS_IN_FLIGHT)
+        if len(self._state.in_flight) >= cap:
             return False
         outstanding = len(self._state.in_flight) + len(self._state.ready) + self._num_in_training
         steps_left = min(self._spec.run.num_steps - self._state.step, 1 if stopping else self._spec.run.num_steps)

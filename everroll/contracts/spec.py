@@ -193,7 +193,7 @@ class RolloutSection(Spec):
     max_refills: Annotated[int, Field(ge=0, lt=1000)] = 3
     """Most new attempts per member under `refill`; after that the group is dropped."""
     max_groups_in_flight: PositiveInt | None = None
-    """Most groups that play at once; without it, as many as `max_staleness` allows."""
+    """Most groups that play at once; without it, as many as `max_staleness` allows. Never more than 1,900 do."""
     drop_zero_variance: bool = False
     """Drop groups whose rewards are all equal: they carry no gradient."""
     abort_budget: AbortBudgetSpec = Field(default_factory=AbortBudgetSpec)

@@ -11,14 +11,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from temporalio import activity
+from temporalio.testing import ActivityEnvironment
 
 from activities import deadline
 from everroll.client import RunFailedError
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import EpisodeKey
-from everroll.contracts.training import Phase, PrepareRunRequest, PrepareRunResult
+from everroll.contracts.training import Phase, PrepareRunRequest, PrepareRunResult, ResumeRequest
 from everroll.http_client import build_http_client
 from everroll.sessions.client import SessionClient
 from tests import boundary_agents
@@ -294,6 +296,30 @@ async def test_preflight_names_all_faults_at_once(world: World) -> None:
         "- data: ",
     ):
         assert any(fault.startswith(start) for fault in faults), (start, faults)
+
+
+async def test_a_run_that_goes_on_waits_for_servers_that_are_still_coming_up(world: World) -> None:
+    """Each has refused one question before it comes up; a fresh run would have said that they are not there."""
+    spec = world.spec()
+    await prepare(world, PrepareRunRequest(spec=spec, execution_id="first"))
+    await world.proxy.refuse()
+    await world.engine_proxy.refuse()
+    asked: list[str] = []
+
+    async def come_up(request: httpx.Request) -> None:
+        asked.append(str(request.url))
+        if len(asked) == 2:
+            await world.proxy.listen()
+            await world.engine_proxy.listen()
+
+    world.http.event_hooks["request"].append(come_up)
+    resumed = PrepareRunRequest(spec=spec, execution_id="second", resume=ResumeRequest())
+    assert (await prepare(world, resumed)).dataset.num_prompts == 20
+    assert len(asked) >= 2
+
+
+async def prepare(world: World, request: PrepareRunRequest) -> PrepareRunResult:
+    return await asyncio.wait_for(ActivityEnvironment().run(world.runs.prepare_run, request), 60)
 
 
 async def test_a_session_server_that_dies_and_comes_back(world: World) -> None:

@@ -122,3 +122,14 @@ def test_counts_by_cause_reach_the_step_record() -> None:
     assert record.unusable == {"agent": 2, "transport": 1}
     assert state.pending_dropped == {}
     assert record.metrics == {"loss": 0.1}
+
+
+def test_no_run_has_more_groups_in_flight_than_a_workflow_may_have_children() -> None:
+    """Temporal's limit is 2,000; past it the run's workflow task is refused for ever."""
+    spec = build_spec(batch=512, num_steps=100, max_staleness=3)
+    spec.rollout.max_groups_in_flight = 5000
+    state = RunState(weights=Weights(version=0, path="w0"))
+    ledger = Ledger(spec, state)
+    while ledger.can_admit():
+        ledger.admit()
+    assert len(state.in_flight) == 1900
