@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Awaitable, Callable
+import signal
+import time
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 from temporalio.service import RPCError
 
@@ -19,6 +22,7 @@ from tests.chaos.world import RUN, UPDATE, World
 
 _LOOK_SECONDS = 0.001
 _ASK_SECONDS = 0.02
+_SLICE_SECONDS = 0.0005
 
 
 class RunEndedError(Exception):
@@ -31,7 +35,9 @@ class Moment:
 
     text: str
     """Completes the sentence "killed when ..."."""
-    wait: Callable[[World], Awaitable[None]]
+    wait: Callable[[World], Coroutine[Any, Any, None]]
+    is_brief: bool = False
+    """It can be missed."""
 
 
 def after_turns(num_turns: int, delay_seconds: float) -> Moment:
@@ -79,22 +85,54 @@ def checkpoint_written() -> Moment:
         parent = world.run_dir / "checkpoints"
         await _until(world, lambda: any(parent.glob(".tmp-step_*-*/*")), _LOOK_SECONDS)
 
-    return Moment("a checkpoint was being written", wait)
+    return Moment("a checkpoint was being written", wait, is_brief=True)
 
 
 def checkpoint_renamed() -> Moment:
-    """A checkpoint has its name, and its step is not on record yet."""
+    """A checkpoint has its name, and its step is not on record yet.
+
+    That is a matter of a millisecond, so the trainer is slowed down from when it begins to write: it runs half a
+    millisecond at a time, and is looked at while it stands still.
+    """
 
     async def wait(world: World) -> None:
         checkpoints, steps = world.run_dir / "checkpoints", world.run_dir / "steps"
+
+        def is_written() -> bool:
+            return any(checkpoints.glob(".tmp-step_*-*"))
 
         def is_ahead() -> bool:
             newest = max((path.name for path in checkpoints.glob("step_*")), default="step_000000")
             return newest != "step_000000" and not (steps / f"{newest}.json").exists()
 
-        await _until(world, is_ahead, _LOOK_SECONDS)
+        while not is_ahead():
+            await _until(world, lambda: is_written() or is_ahead(), _LOOK_SECONDS)
+            try:
+                while is_written() and not is_ahead():
+                    await asyncio.sleep(0)  # the relays go on
+                    _step_forward(world, "worker-trainer")
+            finally:
+                if not is_ahead():
+                    world.stack.signal("worker-trainer", signal.SIGCONT)
 
-    return Moment("a checkpoint was renamed and its step not on record", wait)
+    return Moment("a checkpoint was renamed and its step not on record", wait, is_brief=True)
+
+
+def _step_forward(world: World, name: str) -> None:
+    """Let a process run for a moment, and stop it."""
+    if world.stack.signal(name, signal.SIGCONT) is None:
+        return
+    time.sleep(_SLICE_SECONDS)
+    process = world.stack.signal(name, signal.SIGSTOP)
+    give_up = time.monotonic() + _SLICE_SECONDS * 20
+    while process is not None and not _is_stopped(process.pid) and time.monotonic() < give_up:
+        time.sleep(_SLICE_SECONDS / 10)
+
+
+def _is_stopped(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+    return True
 
 
 def step_applied() -> Moment:

@@ -11,13 +11,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.chaos.judges import BreachError, check_audit, check_turns, count_generated
-from tests.chaos.moments import RunEndedError
+from tests.chaos.moments import Moment, RunEndedError
 from tests.chaos.plan import Round, Strike
 from tests.chaos.world import RUN, Size, World, open_world
 
 Say = Callable[[str], None]
 _RUN_SECONDS = 600.0
 """Patience for a busy machine; a round takes less than a minute on a quiet one."""
+_BRIEF_MOMENT_STEPS = 3
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True)
@@ -90,15 +92,40 @@ async def play_round(played: Round, directory: Path, baselines: Baselines, say: 
 
 
 async def strike_all(world: World, strikes: Sequence[Strike]) -> tuple[str, ...]:
-    """One after the other, each at its moment; returns the names of those that came before the run was over."""
+    """One after the other, each at its moment; returns the names of those that came before the run was over.
+
+    The next one's turn comes also when a brief moment has been missed for three steps.
+    """
     struck: list[str] = []
     with contextlib.suppress(RunEndedError):
         for strike in strikes:
-            await strike.moment.wait(world)
+            if not await await_moment(world, strike.moment):
+                world.say(f"missed: {strike.moment.text}")
+                continue
             world.say(f"{strike.blow.text}, as {strike.moment.text}")
             await strike.blow.strike(world)
             struck.append(strike.name)
     return tuple(struck)
+
+
+async def await_moment(world: World, moment: Moment) -> bool:
+    """False if it is a brief one, and did not come while three steps were applied.
+
+    Raises:
+        RunEndedError: the run is over.
+    """
+    last = world.count_steps() + _BRIEF_MOMENT_STEPS
+    waiting = asyncio.ensure_future(moment.wait(world))
+    try:
+        while not waiting.done():
+            if moment.is_brief and world.count_steps() >= last:
+                return False
+            await asyncio.wait([waiting], timeout=_LOOK_SECONDS)
+        waiting.result()
+        return True
+    finally:
+        waiting.cancel()
+        await asyncio.wait([waiting])
 
 
 async def describe(world: World) -> str:
