@@ -127,7 +127,6 @@ def test_counts_by_cause_reach_the_step_record() -> None:
 def test_no_run_has_more_groups_in_flight_than_a_workflow_may_have_children() -> None:
     """Temporal's limit is 2,000; past it the run's workflow task is refused for ever."""
     spec = build_spec(batch=512, num_steps=100, max_staleness=3)
-    spec.rollout.max_groups_in_flight = 5000
     state = RunState(weights=Weights(version=0, path="w0"))
     ledger = Ledger(spec, state)
     while ledger.can_admit():
