@@ -31,6 +31,8 @@ from tests.integration.test_orchestration import wait_for_status
 from tests.session_helpers import ADMIN_KEY
 
 _STALLS = (Kind.STALL, Kind.STALL_IN_BODY)
+_ONE_COLLECTION = "-1-1-0/samples"
+"""That of group 1's member 1 at its first attempt, however often Temporal gives that out."""
 
 
 @pytest.mark.parametrize(
@@ -50,9 +52,9 @@ async def test_one_broken_collection_costs_one_sample(world: World, kind: Kind) 
     """A1, A2, B1: that sample is aborted and only its member is played again; everything else is trained."""
     if kind in _STALLS:
         world.be_impatient()
-    fault = world.proxy.fault(kind, "/samples")
+    fault = world.proxy.fault(kind, _ONE_COLLECTION, times=-1)
     result = await world.run(world.spec())
-    assert len(fault.hits) == 1
+    assert fault.hits
     assert result.steps == 2
     assert sum(result.unusable_episodes.values()) == 1
     assert result.unusable_episodes == {"timeout" if kind in _STALLS else "transport": 1}
@@ -78,7 +80,7 @@ async def test_a_retry_heals_a_broken_call(world: World) -> None:
 
 
 async def test_eight_groups_of_eight_with_one_reset(world: World, temporal_server: TemporalServer) -> None:
-    world.proxy.fault(Kind.RESET_IN_BODY, "/samples")
+    world.proxy.fault(Kind.RESET_IN_BODY, _ONE_COLLECTION, times=-1)
     spec = world.spec(run={"num_steps": 1}, rollout={"groups_per_step": 8, "episodes_per_group": 8})
     result = await world.run(spec)
     assert result.unusable_episodes == {"transport": 1}

@@ -145,7 +145,9 @@ async def test_every_request_counts_and_is_on_record(
         simulation.held_from = None
         result = await asyncio.wait_for(client.result(run_name), _SECONDS)
     assert (result.stopped, result.steps) == (True, 1)
-    assert [item.group for item in simulation.trained[0].batch] == [0, 2]
+    trained = {item.group for item in simulation.trained[0].batch}
+    assert len(trained) == 2
+    assert 1 not in trained  # it was skipped; which of the others are ready first is theirs
     assert simulation.trained[0].train.learning_rate == 0.25
     assert {request.key.group: request.sampling.temperature for request in simulation.episodes} == {
         group: 1.0 if group < 2 else 0.5 for group in range(len({r.key.group for r in simulation.episodes}))

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -197,21 +198,24 @@ def test_a_late_retry_waits_for_the_step_in_progress(tmp_path: Path) -> None:
     trainer = _start(tmp_path)
     request = build_request(tmp_path, 1)
     begun, go_on = threading.Event(), threading.Event()
-    results: list[TrainResult] = []
+    results: dict[str, TrainResult] = {}
 
     def hold(text: str) -> None:
         begun.set()
-        assert go_on.wait(timeout=30)
+        assert go_on.wait(timeout=100)
 
-    late = threading.Thread(target=lambda: results.append(trainer.train_step(request, hold)))
+    def train(name: str, on_progress: Callable[[str], None]) -> None:
+        results[name] = trainer.train_step(request, on_progress)
+
+    late = threading.Thread(target=train, args=("late", hold))
     late.start()
-    assert begun.wait(timeout=30)
-    retry = threading.Thread(target=lambda: results.append(trainer.train_step(request, _ignore)))
+    assert begun.wait(timeout=100)
+    retry = threading.Thread(target=train, args=("retry", _ignore))
     retry.start()
     go_on.set()
-    late.join(timeout=30)
-    retry.join(timeout=30)
-    assert [result.applied for result in results] == [True, False]
+    late.join(timeout=100)
+    retry.join(timeout=100)
+    assert {name: result.applied for name, result in results.items()} == {"late": True, "retry": False}
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
 
 
