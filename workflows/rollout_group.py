@@ -160,8 +160,11 @@ class RolloutGroup:
             self.closing = True
             for task in tasks:
                 task.cancel()
-            _, running = await workflow.wait(tasks, timeout=policies.CANCEL_GRACE.total_seconds())
+            ended, running = await workflow.wait(tasks, timeout=policies.CANCEL_GRACE.total_seconds())
             self.episodes_left = bool(running)
+            for task in ended:
+                if not task.cancelled():
+                    task.exception()  # asked for, or asyncio reports each as never retrieved
             raise
 
     async def _play_member(self, member: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import Callable
 from datetime import timedelta
 
@@ -160,7 +161,7 @@ async def test_sessions_of_episodes_that_go_on_are_left_alone(
 
 
 async def test_a_step_gives_up_on_hung_groups_after_its_grace(
-    client: EverrollClient, run_name: str, task_queue: str
+    client: EverrollClient, run_name: str, task_queue: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     simulation = Simulation()
     slow = SlowToLeave(simulation, lambda key: key.group in (2, 3))
@@ -172,6 +173,8 @@ async def test_a_step_gives_up_on_hung_groups_after_its_grace(
         result = await asyncio.wait_for(client.result(run_name), _SECONDS)
     assert batches(simulation) == [[0, 1, 4, 5]]
     assert result.dropped_groups == {"straggler": 2}
+    gc.collect()
+    assert "never retrieved" not in caplog.text, "each ended episode would be reported as an error"
 
 
 async def test_surplus_groups_stay_for_the_next_step_and_are_settled_at_the_end(
