@@ -16,7 +16,7 @@ from everroll.agents import Episode
 from tests.session_helpers import build_tokenizer, write_model_dir
 
 
-def make_model(directory: Path) -> None:
+def make_model(directory: Path, max_length: int = 512) -> None:
     """A checkpoint with random weights over the byte tokenizer's vocabulary; a turn takes milliseconds."""
     torch.manual_seed(0)
     config = Qwen3Config(
@@ -27,7 +27,7 @@ def make_model(directory: Path) -> None:
         num_attention_heads=2,
         num_key_value_heads=1,
         head_dim=16,
-        max_position_embeddings=512,
+        max_position_embeddings=max_length,
         tie_word_embeddings=True,
     )
     write_model_dir(directory)

@@ -15,13 +15,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from everroll.contracts.rollout import BlobRef, GroupManifest
 from everroll.store import LocalStore
 from everroll.tokens.samples import decode_samples
-from tests.session_helpers import build_tokenizer, write_model_dir
+from tests.small_run import make_model
 
 AGENT = '''
 import os
@@ -66,24 +64,6 @@ sampling = { max_tokens = 12 }
 [train]
 learning_rate = 1e-3
 """
-
-
-def make_model(directory: Path) -> None:
-    vocabulary = build_tokenizer().get_vocab_size()
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=vocabulary,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        max_position_embeddings=512,
-        tie_word_embeddings=True,
-    )
-    write_model_dir(directory)
-    Qwen3ForCausalLM(config).save_pretrained(directory)
 
 
 def everroll(directory: Path, *arguments: str, timeout: float = 100) -> subprocess.CompletedProcess[str]:

@@ -11,18 +11,29 @@ import pytest
 from temporalio.testing import ActivityEnvironment
 
 from activities.collection import CollectionActivities
-from everroll.contracts.rollout import CollectRequest, EpisodeKey
+from everroll.contracts.rollout import CollectRequest, CollectResult, EpisodeKey
 from everroll.engines.base import GenerateRequest
 from everroll.engines.http import EngineTimeouts, open_client_session
 from everroll.engines.sglang import SGLangEngine
 from everroll.failures import Outcome, classify
+from everroll.sessions.client import SessionHandle
 from everroll.sessions.errors import BrokenAnswerError, EngineAwayError, PromptRefusedError
 from everroll.sessions.upstream import Patience, Upstream
 from everroll.tokens.renderer import load_renderer
 from everroll.tokens.samples import MalformedSamplesError
 from tests.engine_wires import REQUEST, SGLANG, WireServer, run_wire_server
 from tests.fault_proxy import Kind, run_fault_proxy
-from tests.session_helpers import ADMIN_KEY, SAMPLING, USER, model_section, run_fake_engine, run_stack, write_model_dir
+from tests.session_helpers import (
+    ADMIN_KEY,
+    SAMPLING,
+    USER,
+    FakeEngine,
+    Stack,
+    model_section,
+    run_fake_engine,
+    run_stack,
+    write_model_dir,
+)
 
 NO_PATIENCE = Patience(busy_seconds=0, turn_seconds=10)
 
@@ -259,38 +270,46 @@ async def test_the_session_server_shows_its_engines_and_keeps_the_floor_of_a_ses
         assert (await stack.post(handle, {"role": "user", "content": "again"})).status_code == 503
 
 
-async def test_collection_refuses_tokens_of_older_weights_than_the_group_started_at(tmp_path: Path) -> None:
-    model_dir = write_model_dir(tmp_path / "model")
+_KEY = EpisodeKey(run="r", group=0, member=0)
+
+
+@asynccontextmanager
+async def open_episode(directory: Path) -> AsyncIterator[tuple[FakeEngine, Stack, SessionHandle]]:
+    """The session of one episode, on a server and an engine of its own."""
+    model_dir = write_model_dir(directory / "model")
     renderer = load_renderer(model_section(model_dir))
-    key = EpisodeKey(run="r", group=0, member=0)
-    async with run_fake_engine() as engine, run_stack(renderer, model_dir, tmp_path / "j.db", [engine]) as stack:
-        handle = await stack.open(key.session_id)
+    async with run_fake_engine() as engine, run_stack(renderer, model_dir, directory / "j.db", [engine]) as stack:
+        yield engine, stack, await stack.open(_KEY.session_id)
+
+
+async def collect(stack: Stack, directory: Path, min_weight_version: int = 0) -> CollectResult:
+    request = CollectRequest(
+        key=_KEY,
+        session_url=stack.client.base_url,
+        store_url=str(directory / "store"),
+        min_weight_version=min_weight_version,
+    )
+    return await ActivityEnvironment().run(CollectionActivities(stack.http, ADMIN_KEY).collect_samples, request)
+
+
+async def test_collection_refuses_tokens_of_older_weights_than_the_group_started_at(tmp_path: Path) -> None:
+    async with open_episode(tmp_path) as (_, stack, handle):
         await stack.chat(handle, USER)
-        collect = CollectionActivities(stack.http, ADMIN_KEY).collect_samples
-        request = CollectRequest(
-            key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"), min_weight_version=3
-        )
-        collected = await ActivityEnvironment().run(collect, request)
+        collected = await collect(stack, tmp_path, min_weight_version=3)
         assert collected.samples is not None
         assert collected.samples.min_weight_version == 3
         with pytest.raises(MalformedSamplesError, match="tokens of weight version 3, the group started at 4"):
-            await ActivityEnvironment().run(collect, request.model_copy(update={"min_weight_version": 4}))
+            await collect(stack, tmp_path, min_weight_version=4)
     assert classify(MalformedSamplesError("x")).outcome is Outcome.TERMINAL
 
 
 async def test_an_episode_is_as_old_as_its_oldest_token(tmp_path: Path) -> None:
     """Weights move under it, between its turns; what is reported is what staleness is measured by."""
-    model_dir = write_model_dir(tmp_path / "model")
-    renderer = load_renderer(model_section(model_dir))
-    key = EpisodeKey(run="r", group=0, member=0)
-    async with run_fake_engine() as engine, run_stack(renderer, model_dir, tmp_path / "j.db", [engine]) as stack:
-        handle = await stack.open(key.session_id)
+    async with open_episode(tmp_path) as (engine, stack, handle):
         reply = await stack.chat(handle, USER)
         engine.weight_version = 5
         await stack.chat(handle, USER, reply, {"role": "user", "content": "go on"})
-        collect = CollectionActivities(stack.http, ADMIN_KEY).collect_samples
-        request = CollectRequest(key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"))
-        collected = await ActivityEnvironment().run(collect, request)
+        collected = await collect(stack, tmp_path)
     assert collected.samples is not None
     assert collected.samples.num_samples == 1, "the second turn continues the first"
     assert (collected.samples.min_weight_version, collected.samples.max_weight_version) == (3, 5)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 from temporalio.activity import ActivityCancellationDetails
-from temporalio.testing import ActivityEnvironment
 
 from activities.publishing import PublishingActivities
 from everroll.contracts.spec import EngineKind
@@ -21,6 +18,7 @@ from everroll.contracts.training import PublishRequest, PublishResult, Weights
 from everroll.engines.base import EngineUnavailableError, GenerateRequest, WeightUpdateError
 from everroll.engines.http import open_client_session
 from everroll.engines.sglang import SGLangEngine
+from tests.activity_attempts import ActivityAttempt
 from tests.engine_helpers import make_checkpoint, wait_for_info
 from tests.engine_wires import SGLANG, VLLM_GENERATE, Wire, run_wire_server
 from tests.fault_proxy import Kind, run_fault_proxy
@@ -30,16 +28,11 @@ WEIGHTS = Weights(version=18, path="/weights/18")
 both_kinds = pytest.mark.parametrize("wire", [SGLANG, VLLM_GENERATE], ids=lambda wire: wire.name)
 
 
-class Attempt:
+class Attempt(ActivityAttempt):
     """One attempt at `publish_weights`, with what the attempt before had told in its heartbeat."""
 
     def __init__(self, details: Sequence[Any] = ()) -> None:
-        self.environment = ActivityEnvironment()
-        self.environment.info = dataclasses.replace(
-            self.environment.info, heartbeat_details=list(details), heartbeat_timeout=timedelta(seconds=0.3)
-        )
-        self.heartbeats: list[tuple[Any, ...]] = []
-        self.environment.on_heartbeat = lambda *details: self.heartbeats.append(details)
+        super().__init__(details, heartbeat_timeout_seconds=0.3)
 
     async def publish(
         self,
@@ -107,7 +100,7 @@ async def test_an_attempt_goes_on_with_the_patience_that_is_left() -> None:
         stage, marks = first.heartbeats[-1]
         waited = {url: (waited + 39.9, version) for url, (waited, version) in marks.items()}  # of 8 x 5 s
         with pytest.raises(WeightUpdateError, match="long ago"):
-            await asyncio.wait_for(Attempt([stage, waited]).publish([server.url], seconds=5), 10)
+            await asyncio.wait_for(Attempt([stage, waited]).publish([server.url], seconds=5), 60)
 
 
 @pytest.mark.parametrize("tells_pause", [True, False])

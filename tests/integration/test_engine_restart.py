@@ -14,7 +14,8 @@ import pytest
 from everroll.contracts.rollout import BlobRef, GroupManifest
 from everroll.store import LocalStore
 from everroll.tokens.samples import decode_samples
-from tests.integration.test_end_to_end import AGENT, RUN, everroll, find_pid, make_model
+from tests.integration.test_end_to_end import AGENT, RUN, everroll, find_pid
+from tests.small_run import make_model
 
 STEPS = 6
 KILL_AT = 3

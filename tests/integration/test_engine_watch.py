@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Sequence
-from datetime import timedelta
 from typing import Any
 
 import pytest
 from temporalio.api.enums.v1 import EventType
 from temporalio.exceptions import ApplicationError
-from temporalio.testing import ActivityEnvironment
 
 from activities.watching import EngineWatchActivities
 from everroll.client import EverrollClient
@@ -20,6 +17,7 @@ from everroll.contracts.health import WatchEnginesRequest, WatchEnginesResult
 from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.training import PublishRequest
 from everroll.engines.http import open_client_session
+from tests.activity_attempts import ActivityAttempt
 from tests.engine_wires import SGLANG, VLLM_GENERATE, Wire, run_wire_server
 from tests.integration.test_orchestration import wait_for_status
 from tests.simulation import Simulation, build_spec
@@ -28,22 +26,17 @@ from workflows import policies
 both_kinds = pytest.mark.parametrize("wire", [SGLANG, VLLM_GENERATE], ids=lambda wire: wire.name)
 
 
-class Attempt:
+class Attempt(ActivityAttempt):
     """One attempt at `watch_engines`, with what the attempt before had told in its heartbeat."""
 
     def __init__(self, details: Sequence[Any] = ()) -> None:
-        self.environment = ActivityEnvironment()
-        self.environment.info = dataclasses.replace(
-            self.environment.info, heartbeat_details=list(details), heartbeat_timeout=timedelta(seconds=0.06)
-        )
-        self.heartbeats: list[tuple[Any, ...]] = []
-        self.environment.on_heartbeat = lambda *details: self.heartbeats.append(details)
+        super().__init__(details, heartbeat_timeout_seconds=0.06)
 
     async def watch(self, urls: list[str], version: int) -> WatchEnginesResult:
         request = WatchEnginesRequest(engine_urls=urls, engine_kind="auto", version=version, poll_seconds=0.02)
         async with open_client_session() as session:
             work = self.environment.run(EngineWatchActivities(session).watch_engines, request)
-            return await asyncio.wait_for(work, 20)
+            return await asyncio.wait_for(work, 60)
 
     async def wait_for_version(self, url: str, version: int) -> None:
         """Until the watch has seen an engine serve it, and told so."""
@@ -51,7 +44,7 @@ class Attempt:
 
 
 async def wait_until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 

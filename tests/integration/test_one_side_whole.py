@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from everroll.contracts.evaluation import EvaluationRecord
-from tests.integration.test_end_to_end import AGENT, RUN, everroll, make_model
+from tests.integration.test_end_to_end import AGENT, RUN, everroll
+from tests.small_run import make_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EVAL = """

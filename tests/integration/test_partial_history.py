@@ -52,7 +52,7 @@ async def running(client: EverrollClient, task_queue: str) -> AsyncIterator[None
 
 
 async def wait_for_event(handle: WorkflowHandle[Sleeper, list[float]], event_type: EventType.ValueType) -> None:
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(60):
         while all(event.event_type != event_type for event in (await handle.fetch_history()).events):  # noqa: ASYNC110
             await asyncio.sleep(0.05)
 

@@ -34,7 +34,7 @@ async def test_a_terminal_failure_ends_a_run_while_a_step_is_trained(
     spec = simulation.build_spec(run_name, task_queue, run={"num_steps": 3}, rollout={"max_staleness": 1})
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             while not simulation.trained:  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         simulation.held_from = None

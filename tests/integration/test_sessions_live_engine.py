@@ -6,35 +6,21 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
 
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.client import CollectedSamples
 from everroll.tokens.renderer import load_renderer
 from tests.engine_helpers import Reference, running_engine
-from tests.session_helpers import TOOLS, USER, FakeEngine, build_tokenizer, model_section, run_stack, write_model_dir
+from tests.session_helpers import TOOLS, USER, FakeEngine, model_section, run_stack
+from tests.small_run import make_model
 
 NUM_TURNS = 3
 
 
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    directory = write_model_dir(tmp_path_factory.mktemp("live"))
-    torch.manual_seed(0)
-    config = Qwen3Config(
-        vocab_size=build_tokenizer().get_vocab_size(),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=8,
-        max_position_embeddings=4096,
-        bos_token_id=None,
-        eos_token_id=None,
-        pad_token_id=None,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(directory)
+    directory = tmp_path_factory.mktemp("live")
+    make_model(directory, max_length=4096)
     return directory
 
 

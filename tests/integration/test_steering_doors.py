@@ -105,21 +105,25 @@ class PlainTemporal(Door):
         assert process.returncode == 0, output.decode()
 
 
-doors = pytest.mark.parametrize("door", [CommandLine, PythonClient, PlainTemporal])
+@pytest.fixture(params=[CommandLine, PythonClient, PlainTemporal])
+def person(
+    request: pytest.FixtureRequest, temporal_server: TemporalServer, client: EverrollClient, run_name: str
+) -> Door:
+    door: Door = request.param(temporal_server, client, run_name)
+    return door
 
 
-@doors
-async def test_every_request_counts_and_is_on_record(
-    temporal_server: TemporalServer,
-    client: EverrollClient,
-    run_name: str,
-    task_queue: str,
-    tmp_path: Path,
-    door: type[Door],
-) -> None:
+@pytest.fixture
+def simulation(client: EverrollClient, tmp_path: Path) -> RecordingSimulation:
+    """No episode ends before a test lets it."""
     simulation = RecordingSimulation(client.temporal, tmp_path)
     simulation.held_from = 0
-    person = door(temporal_server, client, run_name)
+    return simulation
+
+
+async def test_every_request_counts_and_is_on_record(
+    client: EverrollClient, run_name: str, task_queue: str, simulation: RecordingSimulation, person: Door
+) -> None:
 
     async def status() -> RunStatus:
         found = (await read_status(client, run_name)).status
@@ -163,18 +167,9 @@ async def test_every_request_counts_and_is_on_record(
     assert records[3]["group"] == 1
 
 
-@doors
 async def test_a_cancellation_is_on_record(
-    temporal_server: TemporalServer,
-    client: EverrollClient,
-    run_name: str,
-    task_queue: str,
-    tmp_path: Path,
-    door: type[Door],
+    client: EverrollClient, run_name: str, task_queue: str, simulation: RecordingSimulation, person: Door
 ) -> None:
-    simulation = RecordingSimulation(client.temporal, tmp_path)
-    simulation.held_from = 0
-    person = door(temporal_server, client, run_name)
     began = time.time()
     async with simulation.workers(client.temporal, task_queue):
         await client.start(simulation.build_spec(run_name, task_queue))
