@@ -60,6 +60,9 @@ class RunGroups:
         num_awaits = min(policies.MAX_AWAITS, math.ceil(len(self._reattached) / policies.GROUPS_PER_AWAIT))
         for number in range(num_awaits):
             self._core.follow(self._await(self._reattached[number::num_awaits]))
+        # The server drops a cancellation whose sender has closed: one of just then may not have arrived.
+        for group in sorted(self._core.state.skipping):
+            self._core.follow(self._end(group))
         self._begun = True
 
     def admit(self) -> None:

@@ -20,6 +20,7 @@ from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import read_status, wait_for_status
 from tests.integration.test_resume import wait_for
 from tests.resume_helpers import RecordingSimulation, audit_settlement, read_fates
+from tests.simulation import Simulation, build_spec
 from workflows.run_groups import RunGroups
 
 _SECONDS = 60
@@ -182,6 +183,34 @@ async def test_a_group_that_ends_before_its_cancellation_arrives_is_skipped_all_
     assert result.dropped_groups == {"skipped": 1}
     assert read_fates(simulation.run_dir(run_name)) == {0: ["trained"], 1: ["skipped"], 2: ["trained"]}
     assert await audit_settlement(client, run_name) == {0: "trained", 1: "dropped: skipped", 2: "trained"}
+
+
+async def test_a_skip_whose_cancellation_is_lost_over_continue_as_new_ends_the_group(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The group would play to its end, for nothing; here it never ends by itself."""
+    end = RunGroups._end
+
+    async def lose_the_first(self: RunGroups, group: int) -> None:
+        if self._core.state.generation > 0:
+            await end(self, group)
+
+    monkeypatch.setattr(RunGroups, "_end", lose_the_first)
+    simulation = Simulation(gate=asyncio.Event(), is_gated=lambda key: key.group == 3)
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(build_spec(run_name, task_queue, run={"num_steps": 500}, rollout={"max_staleness": 5}))
+        await wait_for(lambda: any(request.key.group == 3 for request in simulation.episodes))
+        await client.skip(run_name, 3)
+        group = client.temporal.get_workflow_handle(names.group_workflow_id(run_name, 3))
+        with pytest.raises(WorkflowFailureError) as caught:
+            await asyncio.wait_for(group.result(), _SECONDS)
+        assert isinstance(caught.value.cause, CancelledError)
+        view = await wait_for_status(
+            client, run_name, lambda view: view.status is not None and view.status.dropped_groups == {"skipped": 1}
+        )
+        await client.cancel(run_name)
+    assert view.status is not None
+    assert view.status.generation >= 1
 
 
 async def test_a_pause_says_who_and_survives_continue_as_new(
