@@ -23,6 +23,7 @@ from tests.chaos.world import RUN, UPDATE, World
 _LOOK_SECONDS = 0.001
 _ASK_SECONDS = 0.02
 _SLICE_SECONDS = 0.0005
+_WRITING = ".tmp-step_*-*"
 
 
 class RunEndedError(Exception):
@@ -82,8 +83,7 @@ def checkpoint_written() -> Moment:
     """A checkpoint is being written under its temporary name, just before it is renamed."""
 
     async def wait(world: World) -> None:
-        parent = world.run_dir / "checkpoints"
-        await _until(world, lambda: any(parent.glob(".tmp-step_*-*/*")), _LOOK_SECONDS)
+        await _until(world, _watch_for_writing(world, f"{_WRITING}/*"), _LOOK_SECONDS)
 
     return Moment("a checkpoint was being written", wait, is_brief=True)
 
@@ -98,8 +98,7 @@ def checkpoint_renamed() -> Moment:
     async def wait(world: World) -> None:
         checkpoints, steps = world.run_dir / "checkpoints", world.run_dir / "steps"
 
-        def is_written() -> bool:
-            return any(checkpoints.glob(".tmp-step_*-*"))
+        is_written = _watch_for_writing(world, _WRITING)
 
         def is_ahead() -> bool:
             newest = max((path.name for path in checkpoints.glob("step_*")), default="step_000000")
@@ -116,6 +115,13 @@ def checkpoint_renamed() -> Moment:
                     world.stack.signal("worker-trainer", signal.SIGCONT)
 
     return Moment("a checkpoint was renamed and its step not on record", wait, is_brief=True)
+
+
+def _watch_for_writing(world: World, pattern: str) -> Callable[[], bool]:
+    """Whether a checkpoint is being written, by names that were not there; a killed trainer leaves some behind."""
+    checkpoints = world.run_dir / "checkpoints"
+    left_behind = set(checkpoints.glob(pattern))
+    return lambda: any(path not in left_behind for path in checkpoints.glob(pattern))
 
 
 def _step_forward(world: World, name: str) -> None:
