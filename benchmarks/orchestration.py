@@ -259,6 +259,7 @@ def summarize(size: Size, ours: list[Measured], floor: list[Measured]) -> dict[s
         "max_payload_bytes": max(run.histories.max_payload_bytes for run in ours),
         "max_history_events": max(run.histories.max_events for run in ours),
         "failed_workflow_tasks": sum(len(run.histories.failed_tasks) for run in ours),
+        "late_closes": sum(run.histories.num_late_closes for run in ours),
         "lost_workflow_tasks": sum(len(run.histories.lost_tasks) for run in ours),
         "floor_lost_workflow_tasks": sum(len(run.histories.lost_tasks) for run in floor),
         "moved_workflow_tasks": sum(run.histories.num_moved_tasks for run in ours),

@@ -28,6 +28,10 @@ class Histories:
     max_payload_bytes: int = 0
     failed_tasks: list[str] = field(default_factory=list)
     """Workflow tasks that failed, each with its workflow and what was said."""
+    num_late_closes: int = 0
+    """Closes (a run's end, its continue-as-new) that the server put off because news had come since the workflow task
+    began: it lets the workflow see a group's report or end first. It writes that down as a failed task, with a cause
+    of its own; nothing failed, and any workflow that is told things while it closes meets it."""
     lost_tasks: list[str] = field(default_factory=list)
     """Workflow tasks that were begun and not answered in time, each with its workflow."""
     num_moved_tasks: int = 0
@@ -84,9 +88,7 @@ async def _fetch(client: Client, workflow_id: str, run_id: str | None) -> list[H
 def _inspect(workflow_id: str, events: Iterable[HistoryEvent], found: Histories) -> None:
     for event in events:
         if event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_FAILED:
-            failed = event.workflow_task_failed_event_attributes
-            cause = WorkflowTaskFailedCause.Name(failed.cause)
-            found.failed_tasks.append(f"{workflow_id} event {event.event_id}: {cause}: {failed.failure.message[:200]}")
+            _note_failed_task(workflow_id, event, found)
         elif event.event_type == EventType.EVENT_TYPE_WORKFLOW_TASK_TIMED_OUT:
             timeout = event.workflow_task_timed_out_event_attributes.timeout_type
             if timeout == TimeoutType.TIMEOUT_TYPE_SCHEDULE_TO_START:
@@ -96,6 +98,15 @@ def _inspect(workflow_id: str, events: Iterable[HistoryEvent], found: Histories)
         found.max_payload_bytes = max(
             [found.max_payload_bytes, *(len(payload.data) for payload in find_payloads(event))]
         )
+
+
+def _note_failed_task(workflow_id: str, event: HistoryEvent, found: Histories) -> None:
+    failed = event.workflow_task_failed_event_attributes
+    if failed.cause == WorkflowTaskFailedCause.WORKFLOW_TASK_FAILED_CAUSE_UNHANDLED_COMMAND:
+        found.num_late_closes += 1
+        return
+    cause = WorkflowTaskFailedCause.Name(failed.cause)
+    found.failed_tasks.append(f"{workflow_id} event {event.event_id}: {cause}: {failed.failure.message[:200]}")
 
 
 def find_payloads(message: Message) -> Iterator[Payload]:
