@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo chaos test test-unit test-slow slow-tools check format docs install clean clean-all
+.PHONY: demo demo-chaos chaos test test-unit test-slow slow-tools check format docs install clean clean-all
 
 install: $(INSTALLED)
 
