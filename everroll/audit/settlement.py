@@ -22,6 +22,7 @@ from everroll.audit.evidence import (
     StepCompleted,
     StepScheduled,
 )
+from everroll.audit.orders import check_order
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.audit.resumption import adopt_restored
 from everroll.contracts.names import ATTEMPTS_PER_RESUME
@@ -183,6 +184,7 @@ class _Fold:
         text = "the steps are not taken in order" if fresh else "the step was handed to the trainer again"
         breach = Breach(invariant=_I3, step=step, message=text, expected=f"step {wanted}", found=f"step {step}")
         self._findings.expect(STEPS, step == wanted and fresh, breach)
+        check_order(request, self._spec, account.version, self._findings)
         if self._history.spec.run.mode != "train":  # else another run dispensed and settled these groups
             self._compare_batch(request, event.task)
         for item in request.batch:

@@ -19,6 +19,7 @@ from everroll.audit.evidence import (
     Dispensed,
     Generation,
     GroupHistory,
+    Published,
     RunHistory,
     Settled,
     StepCompleted,
@@ -28,6 +29,7 @@ from everroll.audit.report import AuditReport, Invariant
 from everroll.cli.main import run_command_line
 from everroll.contracts.outcomes import SampleStatus
 from everroll.contracts.rollout import GroupManifest
+from everroll.contracts.spec import TrainSection
 from everroll.sessions.digest import digest_samples
 from everroll.sessions.reading import RecordedSession
 from everroll.tokens.samples import SampleSet, decode_samples
@@ -614,6 +616,25 @@ def reverse_batch(events: list[Any]) -> list[Any]:
     ]
 
 
+def train_otherwise(**update: object) -> Callable[[list[Any]], list[Any]]:
+    """Step 2 is handed over with something else than the run was started with."""
+
+    def change(events: list[Any]) -> list[Any]:
+        return [
+            dataclasses.replace(event, request=event.request.model_copy(update=update))
+            if isinstance(event, StepScheduled) and event.request.step == 2
+            else event
+            for event in events
+        ]
+
+    return change
+
+
+def never_publish(events: list[Any]) -> list[Any]:
+    """What step 1 made was trained on, and no engine was brought to it."""
+    return [event for event in events if not (isinstance(event, Published) and event.version == 1)]
+
+
 def never_settle(events: list[Any]) -> list[Any]:
     return [event for event in events if not (isinstance(event, Settled) and event.group == 3)]
 
@@ -633,6 +654,19 @@ def never_settle(events: list[Any]) -> list[Any]:
         (skip_step, Invariant.STEPS, "the steps are not taken in order", {"step": 2}),
         (never_answer, Invariant.STEPS, "a step was handed over before the one before it was answered", {"step": 2}),
         (reverse_batch, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"step": 1}),
+        (
+            train_otherwise(seed=99),
+            Invariant.STEPS,
+            "the trainer was told another run.seed than the run's",
+            {"step": 2},
+        ),
+        (
+            train_otherwise(train=TrainSection(learning_rate=0.5)),
+            Invariant.STEPS,
+            "the trainer was told another train.learning_rate than the run's",
+            {"step": 2},
+        ),
+        (never_publish, Invariant.STEPS, "the weights of the step before were not published", {"step": 2}),
         (never_settle, Invariant.STEPS, "the batch is not the lowest-numbered ready groups in order", {"group": 3}),
     ],
 )
