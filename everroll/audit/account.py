@@ -18,6 +18,8 @@ class Account:
     """Prompt by group, where a curriculum chooses."""
     in_flight: set[int] = field(default_factory=set)
     ready: dict[int, GroupResult] = field(default_factory=dict)
+    most_open: int = 0
+    """Most groups in flight, ready or in training at once, counted as each was dispensed."""
     fates: dict[int, str] = field(default_factory=dict)
     """Of settled groups: `trained`, or `dropped: <cause>`."""
     results: dict[int, GroupResult] = field(default_factory=dict)

@@ -131,6 +131,8 @@ class _Fold:
         self._findings.expect(PLANNED, request.prompt_index == planned, breach)
         account.dispensed.setdefault(group, request)
         account.in_flight.add(group)
+        num_open = len(account.in_flight) + len(account.ready) + len(account.in_training)
+        account.most_open = max(account.most_open, num_open)
 
     def _skip(self, group: int) -> None:
         account = self.account

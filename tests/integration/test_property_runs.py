@@ -193,7 +193,7 @@ async def play(server: TemporalServer, scenario: Scenario) -> None:
     assert set(account.fates) == set(account.dispensed), "each is settled"
     assert sorted(group for group, fate in account.fates.items() if fate == "trained") == sorted(trained)
     assert sum(ended.dropped_groups.values()) + len(trained) == len(account.dispensed), "and settled once"
-    assert world.most_playing <= scenario.limit()
+    assert world.most_playing <= account.most_open <= scenario.limit(), "in flight, ready and in training"
     check_staleness(world)
 
 
