@@ -1,20 +1,25 @@
 """`python -m tests.chaos --minutes 30 --seed S`: rounds of chaos until the time is over or a promise is broken.
 
-Each round is a run of its own on a stack of its own, struck at moments that the seed draws. It must complete, the audit
-must pass, and its weights must equal, bit for bit, those of a clean run. At the first breach it stops with exit code 1,
-keeps the directory of that round, and prints the command that repeats it. At the end it says what was struck how often.
+Each round is a run of its own on a stack of its own, struck at moments that the seed draws. It must complete, the
+audit must pass, what agents saw must be on record, and its weights must equal, bit for bit, those of a clean run. At
+the first breach it stops with exit code 1, keeps the directory of that round, and prints the command that repeats it.
+
+A strike can be missed: its moment does not come before the run is over, or nobody meets what is broken. It is then
+tried again in a round of its own. At the end it says what was struck how often, and which cards of the deck never came
+to pass; where the whole deck was dealt, or where cards were asked for by name, there must be none.
 
     python -m tests.chaos --minutes 30                       # a fresh seed, printed
     python -m tests.chaos --seed S --round 7                 # that round alone
     python -m tests.chaos --chosen                           # each chosen moment once, no random ones
     python -m tests.chaos --chosen store-ack                 # one of them
-    python -m tests.chaos --seed S --kind freeze --kind cut  # a round for each: one strike of that kind
+    python -m tests.chaos --seed S --kind freeze --kind 'cut engine'  # a round for each strike of these kinds
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import logging
 import random
 import secrets
@@ -22,89 +27,179 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
 from everroll.temporal import install_runtime
 from tests.chaos import clock, machine
 from tests.chaos.judges import BreachError
-from tests.chaos.plan import Round, chosen_strikes, draw_round, draw_strike, list_kinds
-from tests.chaos.rounds import Baselines, play_round
+from tests.chaos.plan import Round, build_deck, chosen_strikes, draw_round, draw_strike, list_kinds
+from tests.chaos.rounds import Baselines, Told, play_round
 from tests.chaos.tally import Tally
 from tests.chaos.world import Size
+
+_TRIES = 4
+"""Of a strike in rounds of its own: a brief moment can be missed."""
+_LACKS = {"nothing": (True, True), "nodes": (False, True), "clocks": (True, False), "both": (False, False)}
+"""What a deck can go without; whether it has nodes with disks, and clocks."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """A round, its name, and the options that repeat it."""
+
+    name: str
+    drawn: Round
+    options: str
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description="Break a run on purpose, and judge it.")
-    kinds = list_kinds(isolated=True, clocks=True)
-    parser.add_argument("--minutes", type=float, default=30.0, help="no round begins after so long")
+    parser.add_argument("--minutes", type=float, default=30.0, help="no drawn round begins after so long")
     parser.add_argument("--seed", default="", help="what the rounds are drawn from; a fresh one by default")
     parser.add_argument("--round", type=int, help="play this round of the seed alone")
     parser.add_argument("--chosen", nargs="*", metavar="NAME", help=f"chosen moments: {', '.join(chosen_strikes())}")
-    parser.add_argument("--kind", action="append", choices=kinds, help="a round with one strike of this kind")
+    parser.add_argument(
+        "--kind",
+        action="append",
+        metavar="KIND",
+        help="a round with one strike of this kind; 'freeze' is short for all that begin so. "
+        f"Kinds: {', '.join(list_kinds(isolated=True, clocks=True))}",
+    )
     parser.add_argument("--strikes", type=int, default=3, help="strikes in a round")
+    parser.add_argument(
+        "--lacks", choices=_LACKS, help="what the deck goes without; by default what is not possible here"
+    )
     parser.add_argument("--dir", type=Path, help="where the rounds' files go; a temporary directory by default")
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    for name in arguments.chosen or ():
+        if name not in chosen_strikes():
+            parser.error(f"no chosen moment {name!r}; there are: {', '.join(chosen_strikes())}")
+    for kind in arguments.kind or ():
+        if not match_kinds(kind, list_kinds(isolated=True, clocks=True)):
+            parser.error(f"no kind begins with {kind!r}")
+    return arguments
 
 
-def list_rounds(arguments: argparse.Namespace, kinds: Sequence[str]) -> Iterator[tuple[str, Round, str]]:
-    """Rounds with their names, and the options that repeat each."""
-    if arguments.chosen is not None:
-        for name in arguments.chosen or chosen_strikes():
-            yield name, Round((chosen_strikes()[name],), Size()), f"--chosen {name}"
-        return
-    if arguments.kind is not None:
-        for number, kind in enumerate(arguments.kind):
-            strike = draw_strike(kind, random.Random(f"{kind} {arguments.seed}"), Size())
-            yield f"{number}-{kind}", Round((strike,), Size()), f"--seed {arguments.seed} --kind '{kind}'"
-        return
-    number = arguments.round or 0
-    while True:
-        options = f"--seed {arguments.seed} --strikes {arguments.strikes} --round {number}"
-        yield str(number), draw_round(arguments.seed, number, arguments.strikes, kinds), options
-        if arguments.round is not None:
-            return
-        number += 1
+def match_kinds(wanted: str, kinds: Sequence[str]) -> list[str]:
+    """The kind of that name, or those whose first words it is."""
+    return [kind for kind in kinds if kind == wanted or kind.startswith(f"{wanted} ")]
+
+
+def plan_alone(names: Iterable[str], seed: str) -> Iterator[Planned]:
+    """A round for each of these cards, with no other strike."""
+    for name in names:
+        strike = draw_strike(name, random.Random(f"{name} {seed}"), Size())
+        option = f"--chosen {name}" if name in chosen_strikes() else f"--seed {seed} --kind '{name}'"
+        yield Planned(f"{name} alone", Round((strike,), Size()), option)
+
+
+def plan_drawn(arguments: argparse.Namespace, kinds: Sequence[str], number: int) -> Planned:
+    """A round of the seed."""
+    options = f"--seed {arguments.seed} --strikes {arguments.strikes} --lacks {arguments.lacks} --round {number}"
+    return Planned(str(number), draw_round(arguments.seed, number, arguments.strikes, kinds), options)
 
 
 def say(text: str) -> None:
     print(f"{datetime.now().astimezone():%H:%M:%S}  {text}", flush=True)
 
 
-def find_kinds() -> list[str]:
-    """The kinds of strikes that are possible here; says which are not, and why."""
+def find_lacks() -> str:
+    """What is not possible here, as a key of `_LACKS`; says so, and why."""
     missing = clock.find_missing()
     if missing:
         say(f"SKIPPED: clock: {missing}")
-    return list_kinds(isolated=machine.is_inside(), clocks=not missing)
+    possible = (machine.is_inside(), not missing)
+    return next(name for name, has in _LACKS.items() if has == possible)
 
 
-async def play(rounds: Iterator[tuple[str, Round, str]], root: Path, seconds: float, tally: Tally) -> int:
-    deadline = time.monotonic() + seconds
-    baselines = Baselines(root, say)
-    for name, drawn, options in rounds:
-        if time.monotonic() > deadline:
-            break
+class Player:
+    """Plays rounds until the time is over or one is a breach."""
+
+    def __init__(self, root: Path, seconds: float, tally: Tally) -> None:
+        self._root = root
+        self._deadline = time.monotonic() + seconds
+        self._tally = tally
+        self._baselines = Baselines(root, say)
+        self._num_played = 0
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() > self._deadline
+
+    async def play_drawn(self, rounds: Iterator[Planned], seed: str) -> None:
+        """Rounds of several strikes; what is missed in one is tried again by itself.
+
+        Raises:
+            BreachError: the first one that is.
+        """
+        for planned in rounds:
+            if self.is_over:
+                return
+            told = await self.play(planned)
+            missed = [strike.name for strike in planned.drawn.strikes if strike.name not in told.struck]
+            for again in plan_alone(missed, seed):
+                if not self.is_over:
+                    await self.play(again)
+
+    async def play_alone(self, rounds: Iterator[Planned]) -> None:
+        """Rounds of one strike, each until it comes to pass.
+
+        Raises:
+            BreachError: the first one that is.
+        """
+        for planned in rounds:
+            for _ in range(_TRIES):
+                if (await self.play(planned)).struck:
+                    break
+
+    async def play(self, planned: Planned) -> Told:
+        name, drawn = planned.name, planned.drawn
         say(f"round {name}: {'; '.join(strike.text for strike in drawn.strikes)}")
-        directory = root / f"round-{name.replace(' ', '-')}"
+        self._num_played += 1
+        directory = self._root / f"round-{self._num_played}"
         try:
-            told = await play_round(drawn, directory, baselines, say)
+            told = await play_round(drawn, directory, self._baselines, say)
         except Exception as error:
-            tally.note_breach(drawn)
+            self._tally.note_breach(drawn)
             say(f"BREACH in round {name}: {type(error).__name__}: {error}")
-            say(f"evidence in {directory}; repeat it with: python -m tests.chaos {options}")
-            if isinstance(error, BreachError):
-                return 1
+            say(f"evidence in {directory}; repeat it with: python -m tests.chaos {planned.options}")
             raise
         shutil.rmtree(directory)
-        tally.note(drawn, told)
+        self._tally.note(drawn, told)
         stopped = f", stopped and resumed {told.num_resumes} times" if told.num_resumes else ""
         say(
             f"round {name} passed in {told.seconds:.0f} s: {len(told.struck)} of {len(drawn.strikes)} strikes, "
             f"{told.num_turns} turns recorded, {told.num_generated} generated{stopped}"
         )
-    return 0
+        return told
+
+
+async def play(arguments: argparse.Namespace, kinds: Sequence[str], root: Path, tally: Tally) -> list[str]:
+    """All that is asked for; returns the cards that had their turn and never came to pass.
+
+    Raises:
+        BreachError: the first one that is.
+    """
+    player = Player(root, arguments.minutes * 60, tally)
+    if arguments.chosen is None and arguments.kind is None:
+        if arguments.round is not None:
+            await player.play(plan_drawn(arguments, kinds, arguments.round))
+        else:
+            rounds = (plan_drawn(arguments, kinds, number) for number in itertools.count())
+            await player.play_drawn(rounds, arguments.seed)
+        missed = tally.find_missed()
+        if missed:
+            say(f"never came to pass: {', '.join(missed)}")
+        return missed if tally.has_planned(build_deck(kinds)) else []
+    wanted = list(arguments.chosen or chosen_strikes()) if arguments.chosen is not None else []
+    everywhere = list_kinds(isolated=True, clocks=True)
+    wanted += [kind for start in arguments.kind or () for kind in match_kinds(start, everywhere)]
+    possible = [name for name in wanted if name in build_deck(kinds)]
+    await player.play_alone(plan_alone(possible, arguments.seed))
+    return [name for name in wanted if name not in possible or name in tally.find_missed()]
 
 
 def enter_machine() -> None:
@@ -125,12 +220,22 @@ def main() -> int:
     for name in ("temporalio", "temporal_core"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     root = arguments.dir or Path(tempfile.mkdtemp(prefix="everroll-chaos-"))
-    kinds = find_kinds()
+    possible = find_lacks()
+    arguments.lacks = arguments.lacks or possible
+    isolated, clocks = _LACKS[arguments.lacks]
+    if (isolated and not _LACKS[possible][0]) or (clocks and not _LACKS[possible][1]):
+        say(f"this deck lacks {arguments.lacks}, and here one must lack {possible}")
+        return 2
     if arguments.chosen is None:
         say(f"seed {arguments.seed}")
-    tally = Tally()
+    tally, code = Tally(), 1
     try:
-        code = asyncio.run(play(list_rounds(arguments, kinds), root, arguments.minutes * 60, tally))
+        missed = asyncio.run(play(arguments, list_kinds(isolated=isolated, clocks=clocks), root, tally))
+        if missed:
+            say(f"FAILED: never came to pass, or cannot here: {', '.join(missed)}")
+        code = int(bool(missed))
+    except BreachError:
+        return 1
     finally:
         print(tally.describe(), flush=True)
     if code == 0 and arguments.dir is None:

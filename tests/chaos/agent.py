@@ -34,6 +34,7 @@ async def run(episode: Episode) -> dict[str, float]:
             "pid": os.getpid(),
             "at": time.time(),
             "tokens": usage.completion_tokens if usage else 0,
+            "created": answer.created,
             "digest": digest.hexdigest()[:16],
         }
         append_line(Path(episode.args["seen"]), json.dumps(note))

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import functools
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,9 @@ class Ancestor:
     """Use `find_ancestor`."""
 
     def __init__(self) -> None:
-        self.clock: Clock | None = open_clock(Path(tempfile.mkdtemp(prefix="everroll-chaos-clock-")))
+        directory = tempfile.mkdtemp(prefix="everroll-chaos-clock-")
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
+        self.clock: Clock | None = open_clock(Path(directory))
         """Of all that descends from it."""
         clock = {} if self.clock is None else self.clock.environment
         launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()))
@@ -40,7 +44,9 @@ class Ancestor:
         self._pending = b""
         assert self._read(_START_SECONDS) == {"ready": True}
 
-    def start(self, module: str, arguments: Sequence[str], cwd: Path, log: Path) -> ProcessIdentity:
+    def start(
+        self, module: str, arguments: Sequence[str], cwd: Path, log: Path, env: Mapping[str, str] | None = None
+    ) -> ProcessIdentity:
         """`python -m MODULE ARGUMENTS` as a fork; it dies with this process."""
         self._number += 1
         wanted = {
@@ -48,7 +54,7 @@ class Ancestor:
             "argv": [sys.executable, "-m", module, *arguments],
             "cwd": str(cwd),
             "log": str(log),
-            "env": {},
+            "env": dict(env or {}),
             "parent": self._process.pid,
         }
         assert self._process.stdin is not None

@@ -1,17 +1,24 @@
-"""What is done to a run: kills, freezes, broken links, lost nodes, full disks, wrong clocks. Each says what it does."""
+"""What is done to a run's processes: kills and freezes. Each says what it does. `outages` has what else can break."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
+import time
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
-from tests.chaos.disks import empty, fill
+from everroll.local.identity import ProcessIdentity, send_signal
 from tests.chaos.world import World
 
 _STRUCK_SECONDS = 60.0
 _POLL_SECONDS = 0.02
+_ALONE_SECONDS = 30.0
+_TRAINER = "worker-trainer"
+
+
+class MissedError(Exception):
+    """The blow met nobody; the text says which."""
 
 
 class Blow(Protocol):
@@ -27,8 +34,17 @@ class Blow(Protocol):
         """What it does, for people and for the report of a breach."""
         ...
 
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        """Processes that lose what is in their memory, and links (`link NAME`) that lose what is on its way."""
+        ...
+
     async def strike(self, world: World) -> None:
-        """Do it, and undo what does not mend itself."""
+        """Do it, and undo what does not mend itself.
+
+        Raises:
+            MissedError: it met nobody.
+        """
         ...
 
 
@@ -40,17 +56,22 @@ class Kill:
 
     @property
     def kind(self) -> str:
-        return "kill" if len(self.names) == 1 else "kill two"
+        return f"kill {self.names[0]}" if len(self.names) == 1 else "kill two"
 
     @property
     def text(self) -> str:
         return f"SIGKILL {' and '.join(self.names)}"
 
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        return self.names
+
     async def strike(self, world: World) -> None:
         for name in self.names:
             await _await_process(world, name)
         for name in self.names:
-            world.stack.signal(name, signal.SIGKILL)
+            if world.stack.signal(name, signal.SIGKILL) is None:  # it ended just now: its successor, then
+                await _signal(world, name, signal.SIGKILL)
 
 
 @dataclass(frozen=True)
@@ -59,6 +80,7 @@ class KillEverything:
 
     pause_seconds: float = 0.0
     kind = "everything"
+    breaks = ("session-server", "engine")
 
     @property
     def text(self) -> str:
@@ -72,147 +94,74 @@ class KillEverything:
 
 
 @dataclass(frozen=True)
-class ResetLinks:
-    """RST on every connection of the links."""
-
-    names: tuple[str, ...]
-    kind = "reset"
-
-    @property
-    def text(self) -> str:
-        return f"reset the connections of {' and '.join(self.names)}"
-
-    async def strike(self, world: World) -> None:
-        for name in self.names:
-            world.links[name].reset()
-
-
-@dataclass(frozen=True)
 class Freeze:
     """SIGSTOP, and SIGCONT later: a process that is taken for dead and comes back."""
 
     name: str
     seconds: float
-    kind = "freeze"
+    breaks = ()
+
+    @property
+    def kind(self) -> str:
+        return f"freeze {self.name}"
 
     @property
     def text(self) -> str:
         return f"SIGSTOP {self.name} for {self.seconds:.1f} s"
 
     async def strike(self, world: World) -> None:
-        await _await_process(world, self.name)
-        frozen = world.stack.signal(self.name, signal.SIGSTOP)
+        frozen = await _signal(world, self.name, signal.SIGSTOP)
         try:
             await asyncio.sleep(self.seconds)
         finally:
-            if frozen is not None and world.stack.find(self.name) == frozen:
+            if world.stack.find(self.name) == frozen:
                 world.stack.signal(self.name, signal.SIGCONT)
 
 
 @dataclass(frozen=True)
-class Lasting:
-    """Something that is broken for a while, and whole again afterwards."""
+class TakeOver:
+    """A trainer is frozen until another one, elsewhere, has been given its step; then it comes back.
 
-    seconds: float
+    For a while both are at work on the same step. Then one of them is killed, and in the end the one from elsewhere.
+    """
+
+    frozen_seconds: float
+    """Above the heartbeat timeout of training."""
+    both_seconds: float
+    """How long the two are left alone with each other."""
+    kills_the_first: bool
+    kind = "take-over"
+    breaks = ()
+
+    @property
+    def text(self) -> str:
+        loser = "the first" if self.kills_the_first else "the second"
+        return (
+            f"SIGSTOP {_TRAINER} for {self.frozen_seconds:.1f} s while a second one takes over, "
+            f"and SIGKILL {loser} {self.both_seconds:.1f} s after it came back"
+        )
 
     async def strike(self, world: World) -> None:
+        first = await _signal(world, _TRAINER, signal.SIGSTOP)
+        second = world.stack.start_beside(_TRAINER)
         try:
-            await self.begin(world)
-            await asyncio.sleep(self.seconds)
+            try:
+                await asyncio.sleep(self.frozen_seconds)
+            finally:
+                send_signal(first, signal.SIGCONT)
+            await asyncio.sleep(self.both_seconds)
+            if self.kills_the_first:
+                send_signal(first, signal.SIGKILL)
+                await self._await_step(world)
         finally:
-            await self.end(world)
+            send_signal(second, signal.SIGKILL)
 
-    async def begin(self, world: World) -> None:
-        raise NotImplementedError
-
-    async def end(self, world: World) -> None:
-        raise NotImplementedError
-
-
-@dataclass(frozen=True)
-class Partition(Lasting):
-    """Links that carry nothing: `stall` drops packets and tells nobody, `cut` resets and refuses connections."""
-
-    names: tuple[str, ...]
-    kind: Literal["stall", "cut"]
-
-    @property
-    def text(self) -> str:
-        return f"{self.kind} {' and '.join(self.names)} for {self.seconds:.1f} s"
-
-    async def begin(self, world: World) -> None:
-        for name in self.names:
-            link = world.links[name]
-            if self.kind == "stall":
-                link.stall()
-            else:
-                link.cut()
-
-    async def end(self, world: World) -> None:
-        for name in self.names:
-            await world.links[name].heal()
-
-
-@dataclass(frozen=True)
-class LoseNode(Lasting):
-    """The cable of the first rollout worker's node is unplugged: its packets are lost, its connections stay open."""
-
-    kind = "node-lost"
-
-    @property
-    def text(self) -> str:
-        return f"unplug the node of worker-rollout for {self.seconds:.1f} s"
-
-    async def begin(self, world: World) -> None:
-        assert world.node is not None
-        world.node.unplug()
-
-    async def end(self, world: World) -> None:
-        assert world.node is not None
-        world.node.plug()
-
-
-@dataclass(frozen=True)
-class FillDisk(Lasting):
-    """No room is left on one of the world's disks."""
-
-    disk: str
-
-    @property
-    def kind(self) -> str:
-        return f"full {self.disk}"
-
-    @property
-    def text(self) -> str:
-        return f"fill the disk of {self.disk} for {self.seconds:.1f} s"
-
-    async def begin(self, world: World) -> None:
-        world.full.add(self.disk)
-        await asyncio.to_thread(fill, world.disks / self.disk)
-
-    async def end(self, world: World) -> None:
-        empty(world.disks / self.disk)
-        world.full.discard(self.disk)
-
-
-@dataclass(frozen=True)
-class MoveClock(Lasting):
-    """The wall clock of every process but Temporal's server jumps, and jumps back."""
-
-    by_seconds: float
-    kind = "clock"
-
-    @property
-    def text(self) -> str:
-        return f"set all clocks but Temporal's by {self.by_seconds:+.0f} s for {self.seconds:.1f} s"
-
-    async def begin(self, world: World) -> None:
-        assert world.clock is not None
-        world.clock.move(self.by_seconds)
-
-    async def end(self, world: World) -> None:
-        assert world.clock is not None
-        world.clock.move(0)
+    async def _await_step(self, world: World) -> None:
+        """The second one gets on with what both had been given; a step more shows that it was acknowledged."""
+        last = world.count_steps()
+        deadline = time.monotonic() + _ALONE_SECONDS
+        while world.count_steps() == last and not world.ended.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -220,14 +169,15 @@ class Together:
     """Several blows at the same moment."""
 
     blows: tuple[Blow, ...]
-
-    @property
-    def kind(self) -> str:
-        return " and ".join(blow.kind for blow in self.blows)
+    kind: str
 
     @property
     def text(self) -> str:
         return "; and ".join(blow.text for blow in self.blows)
+
+    @property
+    def breaks(self) -> tuple[str, ...]:
+        return tuple(name for blow in self.blows for name in blow.breaks)
 
     async def strike(self, world: World) -> None:
         await asyncio.gather(*(blow.strike(world) for blow in self.blows))
@@ -238,3 +188,12 @@ async def _await_process(world: World, name: str) -> None:
     async with asyncio.timeout(_STRUCK_SECONDS):
         while world.stack.find(name) is None:  # noqa: ASYNC110
             await asyncio.sleep(_POLL_SECONDS)
+
+
+async def _signal(world: World, name: str, number: signal.Signals) -> ProcessIdentity:
+    """Signal the process of that name, or, if it ends at this moment, its successor."""
+    while True:
+        await _await_process(world, name)
+        struck = world.stack.signal(name, number)
+        if struck is not None:
+            return struck

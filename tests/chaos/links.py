@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import select
 import socket
 import struct
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 
 LOOPBACK = "127.0.0.1"
 _CHUNK_BYTES = 1 << 16
 _CONNECT_SECONDS = 5.0
+_BACKLOG = 128
+_MOST_PLUGS = 64
 
 
 class Link:
@@ -24,9 +27,10 @@ class Link:
         self.host = host
         self.port = 0
         self.counts: dict[bytes, int] = dict.fromkeys(count, 0)
-        """How often each of these went from client to server."""
+        """How often each of these went through, whichever way."""
         self._target_port = target_port
-        self._server: asyncio.Server | None = None
+        self._listening: socket.socket | None = None
+        self._plugs: list[socket.socket] = []
         self._flowing = asyncio.Event()
         self._flowing.set()
         self._writers: set[asyncio.StreamWriter] = set()
@@ -39,9 +43,11 @@ class Link:
 
     async def listen(self) -> None:
         """Take connections (again); the port stays the same."""
-        if self._server is None:
-            self._server = await asyncio.start_server(self._serve, self.host, self.port)
-            self.port = self._server.sockets[0].getsockname()[1]
+        if self._listening is None:
+            self._listening = socket.create_server((self.host, self.port), backlog=_BACKLOG)
+            self._listening.setblocking(False)
+            self.port = self._listening.getsockname()[1]
+        asyncio.get_running_loop().add_reader(self._listening, self._take, self._listening)
 
     def reset(self) -> None:
         """Send RST on every connection; new ones are taken."""
@@ -49,30 +55,65 @@ class Link:
             _reset(writer)
 
     def stall(self) -> None:
-        """Hold every byte back, both ways, as a partition does that drops packets; new connections are taken."""
+        """Hold every byte back, both ways, as a partition does that drops packets; new connections have no answer."""
         self._flowing.clear()
+        self._stop_accepting()
+        if self._listening is not None:
+            self._listening.listen(0)
+            self._plug(self._listening)
 
     def cut(self) -> None:
         """Reset every connection and refuse new ones."""
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._stop_accepting()
+        if self._listening is not None:
+            self._listening.close()
+            self._listening = None
         self.reset()
 
     async def heal(self) -> None:
         self._flowing.set()
+        self._unplug()
+        if self._listening is not None:
+            self._listening.listen(_BACKLOG)
         await self.listen()
 
     async def close(self) -> None:
+        self._unplug()
         self.cut()
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _stop_accepting(self) -> None:
+        if self._listening is not None:
+            asyncio.get_running_loop().remove_reader(self._listening)
+
+    def _plug(self, listening: socket.socket) -> None:
+        """Fill the queue of connections that nobody takes: from then on the kernel drops what asks for one."""
+        for _ in range(_MOST_PLUGS):
+            plug = socket.socket()
+            plug.setblocking(False)
+            self._plugs.append(plug)
+            plug.connect_ex(listening.getsockname())
+            # One that is taken can be written to at once.
+            if not select.select([], [plug], [], 0)[1]:
+                return
+
+    def _unplug(self) -> None:
+        for plug in self._plugs:
+            plug.close()
+        self._plugs.clear()
+
+    def _take(self, listening: socket.socket) -> None:
+        with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
+            connection, _ = listening.accept()
+            connection.setblocking(False)
+            task = asyncio.get_running_loop().create_task(self._serve(connection))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=connection)
         self._writers.add(writer)
         try:
             async with asyncio.timeout(_CONNECT_SECONDS):
@@ -80,13 +121,10 @@ class Link:
         except (OSError, TimeoutError):
             self._drop(writer)
             return
-        finally:
-            self._tasks.discard(task)
-        self._tasks.add(task)
         self._writers.add(far_writer)
+        there = asyncio.ensure_future(self._pump(reader, far_writer))
+        back = asyncio.ensure_future(self._pump(far_reader, writer))
         try:
-            there = asyncio.ensure_future(self._pump(reader, far_writer, self._note))
-            back = asyncio.ensure_future(self._pump(far_reader, writer, _ignore))
             await asyncio.wait([there, back], return_when=asyncio.FIRST_COMPLETED)
         finally:
             there.cancel()
@@ -94,13 +132,10 @@ class Link:
             await asyncio.gather(there, back, return_exceptions=True)
             self._drop(writer)
             self._drop(far_writer)
-            self._tasks.discard(task)
 
-    async def _pump(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, note: Callable[[bytes], None]
-    ) -> None:
+    async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await reader.read(_CHUNK_BYTES):
-            note(data)
+            self._note(data)
             await self._flowing.wait()
             writer.write(data)
             await writer.drain()
@@ -125,10 +160,6 @@ async def open_link(
         yield link
     finally:
         await link.close()
-
-
-def _ignore(data: bytes) -> None:
-    """Answers are not counted."""
 
 
 def _reset(writer: asyncio.StreamWriter) -> None:

@@ -79,6 +79,11 @@ def turn_recorded() -> Moment:
     return Moment("a turn was recorded and not seen", wait)
 
 
+def training() -> Moment:
+    """A step is being trained: its batch is on record, and nothing of it is applied."""
+    return Moment("a step was being trained", lambda world: _await_new_file(world, world.run_dir / "requests"))
+
+
 def checkpoint_written() -> Moment:
     """A checkpoint is being written under its temporary name, just before it is renamed."""
 
@@ -194,11 +199,11 @@ async def _await_new(world: World, store: Path, kind: str) -> None:
 
 
 async def _await_new_file(world: World, parent: Path) -> None:
-    def count() -> int:
-        return sum(1 for _ in parent.glob("step_*"))
+    def find_newest() -> str:
+        return max((path.name for path in parent.glob("step_*")), default="")
 
-    before = count()
-    await _until(world, lambda: count() > before, _LOOK_SECONDS)
+    before = find_newest()
+    await _until(world, lambda: find_newest() > before, _LOOK_SECONDS)
 
 
 async def _until(world: World, condition: Callable[[], bool], look_seconds: float) -> None:

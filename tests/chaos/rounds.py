@@ -10,7 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.chaos.judges import BreachError, check_audit, check_turns, count_generated
+from tests.chaos.blows import MissedError
+from tests.chaos.judges import BreachError, check_audit, check_generated, check_seen, count_generated
 from tests.chaos.moments import Moment, RunEndedError
 from tests.chaos.plan import Round, Strike
 from tests.chaos.world import RUN, Size, World, open_world
@@ -28,7 +29,7 @@ class Told:
 
     seconds: float
     struck: tuple[str, ...]
-    """Names of the strikes whose moment came."""
+    """Names of the strikes that came to pass."""
     num_resumes: int
     """How often it had stopped for want of room, and was told to go on."""
     num_turns: int
@@ -54,6 +55,7 @@ class Baselines:
                 if state != "completed":
                     raise BreachError(f"the clean run is {state}: {await describe(world)}")
                 await check_audit(world)
+                check_generated(world, ())
                 self._hashes[clean] = world.hash_weights()
             self._say(f"the clean run of seed {size.seed} ends with weights {self._hashes[clean][:12]}")
             shutil.rmtree(directory)
@@ -64,7 +66,8 @@ async def play_round(played: Round, directory: Path, baselines: Baselines, say: 
     """A run under these strikes, judged. The weights of an overlapped one depend on time, and are not compared.
 
     Raises:
-        BreachError: it did not complete, the audit found something, or its weights are others than the clean run's.
+        BreachError: it did not complete, the audit found something or left something out, a turn was lost that an
+            agent had seen, turns were sampled for nothing, or its weights are others than the clean run's.
     """
     size = played.size
     expected = await baselines.find(size) if size.max_staleness == 0 else None
@@ -77,35 +80,40 @@ async def play_round(played: Round, directory: Path, baselines: Baselines, say: 
         if state != "completed":
             raise BreachError(f"the run is {state} after {_RUN_SECONDS:.0f} s: {await describe(world)}")
         await check_audit(world)
-        check_turns(world)
+        await check_seen(world)
+        check_generated(world, [strike.blow for strike in struck])
         for judge in played.judges:
             await judge(world)
         if expected is not None and world.hash_weights() != expected:
             raise BreachError(f"the weights are {world.hash_weights()}, those of the clean run {expected}")
         return Told(
             seconds=time.monotonic() - started,
-            struck=struck,
+            struck=tuple(strike.name for strike in struck),
             num_resumes=world.num_resumes,
             num_turns=world.count_recorded_turns(),
             num_generated=count_generated(world),
         )
 
 
-async def strike_all(world: World, strikes: Sequence[Strike]) -> tuple[str, ...]:
-    """One after the other, each at its moment; returns the names of those that came before the run was over.
+async def strike_all(world: World, strikes: Sequence[Strike]) -> list[Strike]:
+    """One after the other, each at its moment; returns those that came to pass before the run was over.
 
     The next one's turn comes also when a brief moment has been missed for three steps.
     """
-    struck: list[str] = []
+    struck: list[Strike] = []
     with contextlib.suppress(RunEndedError):
         for strike in strikes:
             if not await await_moment(world, strike.moment):
                 world.say(f"missed: {strike.moment.text}")
                 continue
             world.say(f"{strike.blow.text}, as {strike.moment.text}")
-            await strike.blow.strike(world)
-            struck.append(strike.name)
-    return tuple(struck)
+            try:
+                await strike.blow.strike(world)
+            except MissedError as error:
+                world.say(f"missed: {error}")
+            else:
+                struck.append(strike)
+    return struck
 
 
 async def await_moment(world: World, moment: Moment) -> bool:

@@ -95,12 +95,11 @@ def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
         (engine,) = plan.addresses.engine_urls
         yield dataclasses.replace(spec, argv=tuple(plan.engine_link if part == engine else part for part in spec.argv))
     else:
-        env = {**spec.env, "EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[spec.name], "EVERROLL_TORCH_THREADS": "1"}
-        own = {NODE_VARIABLE: str(plan.node)} if plan.node is not None and spec.name == "worker-rollout" else {}
-        yield dataclasses.replace(spec, env=env | own)
-        if spec.name == "worker-rollout":
-            for number in range(2, plan.num_rollout_workers + 1):
-                yield dataclasses.replace(spec, name=f"{spec.name}-{number}", env=env)
+        count = plan.num_rollout_workers if spec.name == "worker-rollout" else 1
+        for name in (spec.name, *(f"{spec.name}-{number}" for number in range(2, count + 1))):
+            env = {"EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[name], "EVERROLL_TORCH_THREADS": "1"}
+            own = {NODE_VARIABLE: str(plan.node)} if plan.node is not None and name == "worker-rollout" else {}
+            yield dataclasses.replace(spec, name=name, env=spec.env | env | own)
 
 
 async def supervise(plan: StackPlan, nursery: Nursery | None) -> None:
@@ -176,6 +175,13 @@ class Stack:
         """Signal the process; None if it does not run at this moment."""
         identity = self.find(name)
         return identity if identity is not None and send_signal(identity, number) else None
+
+    def start_beside(self, name: str) -> ProcessIdentity:
+        """One more process like that of this name, which the supervisor knows nothing of: as on another machine."""
+        assert self.plan.forked
+        spec = next(spec for spec in plan_stack(self.plan) if spec.name == name)
+        log = self.directory.logs / f"{name}-beside.log"
+        return find_ancestor().start(spec.argv[2], spec.argv[3:], spec.cwd, log, spec.env)
 
     async def kill_everything(self) -> None:
         """SIGKILL the supervisor; the kernel kills its children with it. Returns when none is left."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Iterable
 
 from tests.chaos.plan import Round
 from tests.chaos.rounds import Told
@@ -33,6 +34,14 @@ class Tally:
         for strike in played.strikes:
             self._planned[strike.name] += 1
             self._breaches[strike.name] += 1
+
+    def find_missed(self) -> list[str]:
+        """What was planned, and came to pass in no round."""
+        return sorted(name for name in self._planned if not self._struck[name] and not self._breaches[name])
+
+    def has_planned(self, names: Iterable[str]) -> bool:
+        """Whether all of these had their turn."""
+        return all(self._planned[name] for name in names)
 
     def describe(self) -> str:
         """A table in Markdown. Seconds are of whole rounds that passed, with all their strikes."""

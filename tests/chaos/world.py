@@ -45,7 +45,9 @@ _MAX_RESUMES = 5
 GENERATE = b"POST /generate "
 UPDATE = b"POST /update_weights"
 """What goes to the engine: turns, and new weights."""
-_WORKERS = ("worker-workflows", "worker-rollout", "worker-trainer")
+REFUSED = b"HTTP/1.1 507 "
+"""What an agent is answered when the journal has no room."""
+WORKERS = ("worker-workflows", "worker-rollout", "worker-rollout-2", "worker-trainer")
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,10 @@ class SeenTurn:
     pid: int
     at: float
     tokens: int
+    created: int
+    """When it was recorded, as the answer says; Unix seconds."""
     digest: str
+    """Of what was sampled in this turn and those before it."""
 
 
 @dataclass
@@ -102,6 +107,10 @@ class World:
     """Of all processes but Temporal's server, if it can be set."""
     full: set[str] = field(default_factory=set)
     """Disks that have no room at this moment."""
+    was_full: bool = False
+    """Whether any disk ever was."""
+    clock_moved: bool = False
+    """Whether clocks ever were."""
     num_resumes: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run is over: no moment is waited for any longer."""
@@ -133,6 +142,12 @@ class World:
         with contextlib.closing(sqlite3.connect(f"file:{self.journal}?mode=ro", uri=True, timeout=10)) as journal:
             return int(journal.execute("SELECT count(*) FROM turns").fetchone()[0])
 
+    def count_refusals(self) -> int:
+        """How often anybody met a disk without room: in logs, in answers to agents, or as the end of the run."""
+        logs = (log.read_text(errors="replace") for log in self.stack.directory.logs.glob("*.log"))
+        told = sum(len(NO_ROOM.findall(text)) for text in logs)
+        return told + self.links["sessions"].counts[REFUSED] + self.num_resumes
+
     @property
     def journal(self) -> Path:
         return self.stack.plan.journal
@@ -158,7 +173,7 @@ class World:
     async def await_end(self, seconds: float) -> str:
         """The state the run ended in, `running` if it did not in time. Outages of Temporal are waited out.
 
-        A run that stopped because a disk was full goes on when there is room, as a person would let it.
+        A run that stopped because a disk had been filled goes on when there is room, as a person would let it.
         """
         deadline = time.monotonic() + seconds
         state = "running"
@@ -166,7 +181,8 @@ class World:
             with contextlib.suppress(Exception):
                 view = await self.client.status(RUN)
                 state = view.state
-                if state == "failed" and NO_ROOM.search(view.failure or "") and self.num_resumes < _MAX_RESUMES:
+                no_room = self.was_full and NO_ROOM.search(view.failure or "")
+                if state == "failed" and no_room and self.num_resumes < _MAX_RESUMES:
                     state = "running"
                     await self._resume(view.failure or "", deadline)
             await asyncio.sleep(_POLL_SECONDS)
@@ -200,7 +216,7 @@ async def open_world(size: Size, directory: Path, say: Callable[[str], None]) ->
             model=model_section(model),
             addresses=addresses,
             engine_link=f"http://{links['engine'].address}",
-            temporal_links={worker: links[f"{worker}-temporal"].address for worker in _WORKERS},
+            temporal_links={worker: links[f"{worker}-temporal"].address for worker in WORKERS},
             journal=disks / "journal" / "sessions.sqlite",
             temporal_database=disks / "temporal" / "temporal.sqlite",
             node=None if node is None else node.namespace,
@@ -236,11 +252,11 @@ async def _open_links(resources: contextlib.AsyncExitStack, addresses: StackAddr
     ends = {
         "engine": engine,
         "sessions": addresses.session_url or "",
-        **{f"{worker}-temporal": addresses.temporal_address for worker in _WORKERS},
+        **{f"{worker}-temporal": addresses.temporal_address for worker in WORKERS},
     }
     return {
         name: await resources.enter_async_context(
-            open_link(name, int(end.rpartition(":")[2]), (GENERATE, UPDATE), host)
+            open_link(name, int(end.rpartition(":")[2]), (GENERATE, UPDATE, REFUSED), host)
         )
         for name, end in ends.items()
     }

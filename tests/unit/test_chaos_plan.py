@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import random
 import socket
@@ -13,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from tests.chaos import clock
+from tests.chaos.blows import Blow, Freeze
 from tests.chaos.links import open_link
-from tests.chaos.plan import Round, chosen_strikes, draw_round, draw_strike, list_kinds
+from tests.chaos.outages import Stall
+from tests.chaos.plan import LINKS, PROCESSES, ROLLOUT, Round, chosen_strikes, draw_round, draw_strike, list_kinds
 from tests.chaos.rounds import Told
 from tests.chaos.tally import Tally
 from tests.chaos.world import Size
@@ -43,12 +46,30 @@ def test_kinds_that_are_not_possible_are_not_drawn() -> None:
     assert {"node-lost", "clock", "full journal", "full store", "full runs", "full temporal"} == {*KINDS} - names
 
 
-def test_many_seeds_reach_every_process_and_link() -> None:
-    text = " ".join(strike.text for number in range(300) for strike in draw_round("s", number).strikes)
-    for wanted in ("temporal", "engine", "worker-trainer", "worker-rollout-2", "everything", "SIGSTOP", "stall", "cut"):
-        assert wanted in text
-    for strike in chosen_strikes().values():
-        assert strike.text in text
+def test_every_process_and_every_link_has_cards_of_its_own() -> None:
+    assert {f"{what} {name}" for what in ("kill", "freeze") for name in PROCESSES} < {*KINDS}
+    assert {f"{what} {name}" for what in ("reset", "stall", "cut") for name in LINKS} < {*KINDS}
+    assert len(KINDS) == len({*KINDS})
+
+
+def test_a_frozen_worker_is_taken_for_dead_before_it_comes_back() -> None:
+    size = Size()
+    for name in (*ROLLOUT, "worker-trainer"):
+        timeout = size.train_heartbeat_seconds if name == "worker-trainer" else size.heartbeat_seconds
+        for seed in range(20):
+            for kind in (f"freeze {name}", f"stall {name}-temporal"):
+                blow = draw_strike(kind, random.Random(seed), size).blow
+                assert isinstance(blow, Freeze | Stall)
+                assert blow.seconds > timeout
+
+
+def test_some_stalls_outlast_the_patience_of_agents() -> None:
+    seconds = [blow.seconds for seed in range(20) if isinstance(blow := _draw("stall sessions", seed), Stall)]
+    assert min(seconds) < 6 < 10 < max(seconds)
+
+
+def _draw(kind: str, seed: int) -> Blow:
+    return draw_strike(kind, random.Random(seed), Size()).blow
 
 
 def test_the_table_counts_what_was_planned_and_what_came_to_pass() -> None:
@@ -61,6 +82,17 @@ def test_the_table_counts_what_was_planned_and_what_came_to_pass() -> None:
     assert "| store-ack | 3 | 1 | 1 | 60 |" in text
 
 
+def test_what_never_came_to_pass_is_told() -> None:
+    strikes = tuple(chosen_strikes()[name] for name in ("rename", "store-ack"))
+    tally = Tally()
+    tally.note(Round(strikes, Size()), Told(60.0, ("store-ack",), 0, 10, 10))
+    assert tally.find_missed() == ["rename"]
+    assert tally.has_planned(["rename", "store-ack"])
+    assert not tally.has_planned(["rename", "checkpoint"])
+    tally.note(Round(strikes, Size()), Told(60.0, ("rename",), 0, 10, 10))
+    assert tally.find_missed() == []
+
+
 async def test_a_link_can_be_cut_and_healed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as far:
         async with open_link("test", far.getsockname()[1]) as link:
@@ -69,6 +101,30 @@ async def test_a_link_can_be_cut_and_healed() -> None:
                 socket.create_connection(("127.0.0.1", link.port), timeout=5)
             await link.heal()
             socket.create_connection(("127.0.0.1", link.port), timeout=5).close()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other kernels keep more in a listener's queue than was asked for")
+async def test_a_stalled_link_holds_back_what_is_sent_and_answers_no_new_connection() -> None:
+    async def echo(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.read(100))
+        await writer.drain()
+        writer.close()
+
+    async with (
+        await asyncio.start_server(echo, "127.0.0.1", 0) as server,
+        open_link("test", server.sockets[0].getsockname()[1], (b"ping",)) as link,
+    ):
+        reader, writer = await asyncio.open_connection("127.0.0.1", link.port)
+        link.stall()
+        writer.write(b"ping")
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(reader.read(100), 0.1)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(asyncio.open_connection("127.0.0.1", link.port), 0.1)
+        await link.heal()
+        assert await asyncio.wait_for(reader.read(100), 5) == b"ping"
+        assert link.counts == {b"ping": 2}, "asked and answered"
+        writer.close()
 
 
 _TELL = """
