@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import signal
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
+from everroll.contracts import names
 from everroll.local.identity import ProcessIdentity, send_signal
-from tests.chaos.world import World
+from tests.chaos.world import RUN, World
 
 _STRUCK_SECONDS = 60.0
 _POLL_SECONDS = 0.02
@@ -125,8 +126,6 @@ class TakeOver:
     For a while both are at work on the same step. Then one of them is killed, and in the end the one from elsewhere.
     """
 
-    frozen_seconds: float
-    """Above the heartbeat timeout of training."""
     both_seconds: float
     """How long the two are left alone with each other."""
     kills_the_first: bool
@@ -137,7 +136,7 @@ class TakeOver:
     def text(self) -> str:
         loser = "the first" if self.kills_the_first else "the second"
         return (
-            f"SIGSTOP {_TRAINER} for {self.frozen_seconds:.1f} s while a second one takes over, "
+            f"SIGSTOP {_TRAINER} until a second one was given its step, "
             f"and SIGKILL {loser} {self.both_seconds:.1f} s after it came back"
         )
 
@@ -146,22 +145,15 @@ class TakeOver:
         second = world.stack.start_beside(_TRAINER)
         try:
             try:
-                await asyncio.sleep(self.frozen_seconds)
+                await _await_taken(world, second)
             finally:
                 send_signal(first, signal.SIGCONT)
             await asyncio.sleep(self.both_seconds)
             if self.kills_the_first:
                 send_signal(first, signal.SIGKILL)
-                await self._await_step(world)
+                await _await_step(world)
         finally:
             send_signal(second, signal.SIGKILL)
-
-    async def _await_step(self, world: World) -> None:
-        """The second one gets on with what both had been given; a step more shows that it was acknowledged."""
-        last = world.count_steps()
-        deadline = time.monotonic() + _ALONE_SECONDS
-        while world.count_steps() == last and not world.ended.is_set() and time.monotonic() < deadline:  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_SECONDS)
 
 
 @dataclass(frozen=True)
@@ -197,3 +189,29 @@ async def _signal(world: World, name: str, number: signal.Signals) -> ProcessIde
         struck = world.stack.signal(name, number)
         if struck is not None:
             return struck
+
+
+async def _await_taken(world: World, process: ProcessIdentity) -> None:
+    """Until Temporal has given the process something that another one had begun.
+
+    Raises:
+        MissedError: it has not, within a few heartbeat timeouts.
+    """
+    handle = world.client.temporal.get_workflow_handle(names.run_workflow_id(RUN))
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_STRUCK_SECONDS):
+            while not world.ended.is_set():
+                pending = (await handle.describe()).raw_description.pending_activities
+                if any(one.attempt > 1 and one.last_worker_identity.startswith(f"{process.pid}@") for one in pending):
+                    return
+                await asyncio.sleep(_POLL_SECONDS)
+    raise MissedError("the second trainer was not given the step")
+
+
+async def _await_step(world: World) -> None:
+    """Until a step more is on record: the one before was acknowledged. Not for ever."""
+    last = world.count_steps()
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ALONE_SECONDS):
+            while world.count_steps() == last and not world.ended.is_set():  # noqa: ASYNC110
+                await asyncio.sleep(_POLL_SECONDS)

@@ -88,8 +88,8 @@ def chosen_strikes() -> dict[str, Strike]:
         "publish-all": (publishing(), KillEverything()),
         "continue": (continuing_as_new(), Kill(("worker-workflows",))),
         "continue-temporal": (continuing_as_new(), Kill(("temporal", "worker-workflows"))),
-        "take-over": (training(), TakeOver(6.5, 1.0, kills_the_first=True)),
-        "take-over-back": (training(), TakeOver(6.5, 3.0, kills_the_first=False)),
+        "take-over": (training(), TakeOver(1.0, kills_the_first=True)),
+        "take-over-back": (training(), TakeOver(2.0, kills_the_first=False)),
     }
     continued = (check_continued, check_generated_once)
     return {
