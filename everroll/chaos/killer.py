@@ -1,8 +1,8 @@
 """Kill the processes of a local stack, one after the other, and say so.
 
 The next one is killed a few seconds after the last one is back and the run has taken a step, so that what is shown is
-recovery, and not a stack that never comes up. Each process has its turn before any is killed again, and once in a while
-all are killed at once.
+recovery, and not a stack that never comes up. Each process has its turn before any is killed again; when all have had
+theirs, all are killed at once, and so on.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ class Recovery:
     """A kill, and how long it took until what was killed served again."""
 
     victim: str
+    """A process, or `EVERYTHING`."""
     seconds: float
 
 
@@ -78,10 +79,11 @@ class Killer:
         return f"in step {status.step + 1}, {status.phase.value}" if status else "before the first step"
 
     def _draw(self) -> str:
-        """The next victim, from a bag that holds each once."""
+        """The next victim: each process once, in a drawn order, and then everything."""
         if not self._next:
-            self._next = [EVERYTHING, *(process.name for process in self._processes())]
-            self._rng.shuffle(self._next)
+            processes = [process.name for process in self._processes()]
+            self._rng.shuffle(processes)
+            self._next = [EVERYTHING, *processes]
         return self._next.pop()
 
     async def _strike(self, victim: str) -> None:
@@ -109,16 +111,24 @@ class Killer:
             for name, identity in before.items()
         )
 
+    def find_spared(self) -> list[str]:
+        """The processes that were not killed, each by itself, or had not come back when the killing ended."""
+        back = {recovery.victim for recovery in self.recoveries}
+        return [process.name for process in self._processes() if process.name not in back]
+
     def _processes(self) -> Sequence[ProcessState]:
         state = self._directory.read_state()
         return [] if state is None else state.processes
 
 
-def summarize(recoveries: Sequence[Recovery]) -> str:
-    """`9 kills: engine 2, temporal 1, ...; back after 4.1 s (median)`."""
+def summarize(recoveries: Sequence[Recovery], spared: Sequence[str]) -> str:
+    """`9 kills (engine 2, temporal 1, ...); what was killed ...`, and what was spared."""
     if not recoveries:
-        return "nothing was killed: the run was over too soon"
+        return "Nothing was killed and came back: the run was over too soon to show anything"
     victims = sorted({recovery.victim for recovery in recoveries})
     counts = ", ".join(f"{name} {sum(item.victim == name for item in recoveries)}" for name in victims)
     seconds = median(recovery.seconds for recovery in recoveries)
-    return f"{len(recoveries)} kills ({counts}); what was killed served again after {seconds:.1f} s (median)"
+    told = f"{len(recoveries)} kills ({counts}); what was killed served again after {seconds:.1f} s (median)"
+    if spared:
+        told += f". The run was over too soon for {', '.join(spared)}, which had not been killed and come back"
+    return told

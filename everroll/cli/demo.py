@@ -12,9 +12,7 @@ from everroll.cli.errors import FAILED, INTERRUPTED, CommandError
 
 def demo(
     keep: Annotated[bool, typer.Option("--keep", help="Leave the stack up afterwards, until Ctrl-C.")] = False,
-    chaos: Annotated[
-        bool, typer.Option("--chaos", help="Kill a process every few seconds while it trains, and say so.")
-    ] = False,
+    chaos: Annotated[bool, typer.Option("--chaos", help="Kill one process after the other while it trains.")] = False,
     seed: Annotated[int, typer.Option(help="Seed of the model, its data and the run.", min=0)] = 0,
     directory: Annotated[Path, typer.Option("--dir", metavar="DIR", help="Directory for the demos' files.")] = Path(
         ".everroll/demo"
@@ -22,7 +20,8 @@ def demo(
 ) -> None:
     """Start everything on this machine and train a small model to use a tool.
 
-    Exit code 0 only if the reward really rose and the audit finds nothing.
+    Exit code 0 only if the reward really rose and the audit finds nothing; with --chaos, only if moreover every process
+    was killed and came back.
     """
     import asyncio
 

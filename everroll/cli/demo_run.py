@@ -1,6 +1,7 @@
 """What `everroll demo` does: make the model, start the stack, start a run as any client would, and judge it.
 
-With `--chaos` a process is killed every few seconds while it trains. It is judged by the same measure.
+With `--chaos` processes are killed one after the other while it trains, each when the last one is back. It is judged by
+the same measure, and every process must have been killed and come back.
 """
 
 from __future__ import annotations
@@ -171,8 +172,9 @@ class Demo:
         self.console.print(render_report(report))
         self.console.print()
         print_end(self.console, view)
+        spared = killer.find_spared() if self.chaos else []
         if self.chaos:
-            self.console.print(summarize(killer.recoveries), soft_wrap=True)
+            self.console.print(summarize(killer.recoveries, spared), soft_wrap=True)
         verdict = judge_rewards([record.mean_reward for record in steps])
         opening = "The reward rose" if verdict.passed else "The reward did not rise as it should"
         self.console.print(f"{opening}: {verdict.text}", soft_wrap=True)
@@ -182,7 +184,7 @@ class Demo:
         if not self.keep:
             self.console.print(f"its pages in the web UI  everroll up --dir {self.home}", soft_wrap=True)
             self.console.print("leave the stack up       everroll demo --keep", soft_wrap=True)
-        passed = verdict.passed and view.state == "completed" and report.passed
+        passed = verdict.passed and view.state == "completed" and report.passed and not spared
         return 0 if passed else FAILED
 
     async def _keep_up(self, stack: LocalStack) -> None:
