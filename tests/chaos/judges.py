@@ -63,7 +63,7 @@ def check_nothing_left_out(report: AuditReport, size: Size) -> None:
 async def check_seen(world: World) -> None:
     """Each turn that an agent saw had been recorded before, and is on record still: the same one (I7).
 
-    An agent that asks again for a turn that it has seen gets the same one, wherever it runs.
+    An agent that asks again for a turn that is on record gets that one, wherever it runs: no request has two turns.
 
     Raises:
         BreachError: names the session and the turn.
@@ -74,7 +74,9 @@ async def check_seen(world: World) -> None:
     journal = open_journal_reader(str(world.journal))
     try:
         for session_id, turns in seen.items():
-            recorded = digest_turns(await journal.read_session(session_id))
+            session = await journal.read_session(session_id)
+            _check_recorded_once(session_id, session)
+            recorded = digest_turns(session)
             for turn in turns:
                 _check_turn(turn, recorded, clock_moved=world.clock_moved)
     finally:
@@ -89,6 +91,12 @@ def _check_changed(seen: Iterable[SeenTurn]) -> None:
     for (session, turn_index), found in digests.items():
         if len(found) > 1:
             raise BreachError(f"turn {turn_index} of session {session} was seen with different contents")
+
+
+def _check_recorded_once(session_id: str, session: RecordedSession | None) -> None:
+    prompts = [turn.tokens.prompt_key for turn in (session.turns if session else ())]
+    if len(prompts) != len(set(prompts)):
+        raise BreachError(f"session {session_id} has {len(prompts)} turns of {len(set(prompts))} requests")
 
 
 def _check_turn(turn: SeenTurn, recorded: Recorded, *, clock_moved: bool) -> None:
@@ -127,10 +135,19 @@ def check_generated(world: World, blows: Sequence[Blow]) -> None:
     Overlapped runs are left out: an engine that takes new weights refuses turns, which are asked for again. So are
     turns that cannot be written because the journal's disk is full.
     """
-    most = count_losable(world.size, blows, world.num_resumes)
-    lost = count_generated(world) - world.count_recorded_turns()
+    most, recorded = count_losable(world.size, blows, world.num_resumes), world.count_recorded_turns()
+    lost = count_generated(world) - recorded
     if most is not None and not 0 <= lost <= most:
         raise BreachError(f"{lost} turns were sampled and are not recorded; at most {most} can have been lost")
+    if most is None or world.num_resumes or any(map(can_cost_episodes, blows)):
+        return
+    if recorded != world.size.num_turns:
+        raise BreachError(f"{recorded} turns are recorded of {world.size.num_turns}: episodes were begun anew")
+
+
+def can_cost_episodes(blow: Blow) -> bool:
+    """Whether sessions may have been out of reach: an episode that cannot be opened or collected is begun anew."""
+    return "session" in blow.text or blow.kind in ("everything", "node-lost")
 
 
 def count_losable(size: Size, blows: Sequence[Blow], num_resumes: int) -> int | None:

@@ -15,6 +15,7 @@ import pytest
 
 from tests.chaos import clock
 from tests.chaos.blows import Blow, Freeze
+from tests.chaos.judges import count_losable
 from tests.chaos.links import open_link
 from tests.chaos.outages import Stall
 from tests.chaos.plan import LINKS, PROCESSES, ROLLOUT, Round, chosen_strikes, draw_round, draw_strike, list_kinds
@@ -166,3 +167,18 @@ def test_a_clock_that_is_moved_moves_the_wall_clock_alone(tmp_path: Path) -> Non
 def test_a_strike_of_a_kind_is_counted_as_that(kind: str) -> None:
     strike = draw_strike(kind, random.Random(1), Size())
     assert (strike.name, strike.blow.kind) == (kind, kind)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "most"),
+    [
+        (["kill worker-rollout", "freeze worker-trainer", "kill temporal", "cut sessions"], 0),
+        (["kill session-server", "cut engine"], 24),
+        (["kill engine", "reset engine", "everything"], 72),
+    ],
+)
+def test_only_what_holds_turns_in_flight_can_lose_them(kinds: list[str], most: int) -> None:
+    blows = [draw_strike(kind, random.Random(1), Size()).blow for kind in kinds]
+    assert count_losable(Size(), blows, 0) == most
+    assert count_losable(Size(), blows, 1) == most + 12
+    assert count_losable(Size(max_staleness=1), blows, 0) is None
