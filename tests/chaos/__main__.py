@@ -140,9 +140,7 @@ class Player:
                 return
             told = await self.play(planned)
             missed = [strike.name for strike in planned.drawn.strikes if strike.name not in told.struck]
-            for again in plan_alone(missed, seed):
-                if not self.is_over:
-                    await self.play(again)
+            await self.play_alone(again for again in plan_alone(missed, seed) if not self.is_over)
 
     async def play_alone(self, rounds: Iterator[Planned]) -> None:
         """Rounds of one strike, each until it comes to pass.
