@@ -2,6 +2,6 @@
 
 `machine` holds the namespaces that all happens in, `links`, `node`, `disks` and `clock` what can break besides
 processes; `ancestor` starts stacks as forks, `stack` is one of them, with its `children`; `world` makes the run and
-looks at it; `moments`, `blows` and `outages` say when and what, `plan` deals them from a seed, `rounds` plays one run under them,
-`judges` say what must be true of it afterwards, and `tally` counts.
+looks at it; `moments`, `blows` and `outages` say when and what, `plan` deals them from a seed, `rounds` plays one run
+under them, `judges` say what must be true of it afterwards, and `tally` counts.
 """
