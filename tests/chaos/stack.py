@@ -96,7 +96,11 @@ def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
         yield dataclasses.replace(spec, argv=tuple(plan.engine_link if part == engine else part for part in spec.argv))
     else:
         env = {**spec.env, "EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[spec.name], "EVERROLL_TORCH_THREADS": "1"}
-        own = {NODE_VARIABLE: str(plan.node)} if plan.node is not None and spec.name == "worker-rollout" else {}
+        own = (
+            {NODE_VARIABLE: str(plan.node), "EVERROLL_WAIT_FOR": ""}
+            if plan.node is not None and spec.name == "worker-rollout"
+            else {}
+        )
         yield dataclasses.replace(spec, env=env | own)
         if spec.name == "worker-rollout":
             for number in range(2, plan.num_rollout_workers + 1):
