@@ -105,7 +105,7 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             check_settled(files, {group: one.manifest for group, one in trained.items()}, findings)
             check_dropped(files, account, findings, has_ended_well=history.state == "completed")
     if history.spec.run.mode == "train":
-        await _check_played(source, history, account, findings)
+        await check_played(source, history, account, findings)
     await add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
 
@@ -147,7 +147,7 @@ def _find_pruned(history: RunHistory, account: Account, files: RunFiles | None) 
     return min(sorted(complete)[-newest.keep_checkpoints :], default=-1)
 
 
-async def _check_played(source: EvidenceSource, history: RunHistory, account: Account, findings: Findings) -> None:
+async def check_played(source: EvidenceSource, history: RunHistory, account: Account, findings: Findings) -> None:
     """Each step's batch against the directory of the run that played it, as far as that is within reach."""
     directory, num_missing = Path(history.spec.run.batches_from or ""), 0
     for _, request in sorted(account.requests.items()):

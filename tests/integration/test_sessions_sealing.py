@@ -8,12 +8,24 @@ from pathlib import Path
 
 import httpx
 import pytest
+from temporalio.testing import ActivityEnvironment
 
+from activities.collection import CollectionActivities
 from everroll.contracts.outcomes import CauseKind
+from everroll.contracts.rollout import CollectRequest, EpisodeKey
 from everroll.sessions.client import CollectedSamples
 from everroll.sessions.digest import digest_samples
 from everroll.tokens.renderer import ChatRenderer, load_renderer
-from tests.session_helpers import USER, FakeEngine, Stack, model_section, run_fake_engine, run_stack, write_model_dir
+from tests.session_helpers import (
+    ADMIN_KEY,
+    USER,
+    FakeEngine,
+    Stack,
+    model_section,
+    run_fake_engine,
+    run_stack,
+    write_model_dir,
+)
 
 LATE = {"role": "user", "content": "one more thing"}
 
@@ -91,6 +103,17 @@ async def test_a_seal_outlives_the_server_and_ends_with_a_later_attempt(
         await stack.chat(later, USER, reply, LATE)
         await collect(stack)
         assert is_refused(await stack.post(later, LATE))
+
+
+async def test_what_collects_for_a_run_seals(stack: Stack, tmp_path: Path) -> None:
+    key = EpisodeKey(run="run", group=0, member=0)
+    handle = await stack.open(key.session_id)
+    await stack.chat(handle, USER)
+    request = CollectRequest(key=key, session_url=stack.client.base_url, store_url=str(tmp_path / "store"))
+    activities = CollectionActivities(stack.http, ADMIN_KEY)
+    first = await ActivityEnvironment().run(activities.collect_samples, request)
+    assert is_refused(await stack.post(handle, LATE))
+    assert await ActivityEnvironment().run(activities.collect_samples, request) == first
 
 
 async def test_a_call_under_way_is_given_up_and_stays_known(stack: Stack) -> None:
