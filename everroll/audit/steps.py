@@ -27,8 +27,6 @@ def check_steps(
     Of a run that `is_open` the files are those of steps that the history knows (`openness`); what a step leaves before
     its record may be there already, and what a later one lets go of may be gone.
     """
-    # Otherwise checkpoints hold other files than engines load: float32 masters, or the model below its adapters.
-    shared = train.publish_dtype == "float32" and train.lora.rank == 0
     _check_records(account, files, findings)
     for step, record in sorted(files.records.items()):
         _check_record(step, record, account, findings)
@@ -42,12 +40,18 @@ def check_steps(
     for directory in files.checkpoints:
         own = files.records.get(directory.step)
         made = {*(own.checkpoint_sha256 or {}).items()} if own else set()
-        if own is not None and shared:
+        request = account.requests.get(directory.step)
+        if own is not None and _is_shared(request.train if request else train):
             made |= {*own.weights_sha256.items()}
         _check_directory(directory, made, findings)
         _check_state(directory, own, findings)
     if not is_open:
         _check_newest(files, findings)
+
+
+def _is_shared(train: TrainSection) -> bool:
+    """Whether checkpoints hold the files that engines load, not float32 masters, or the model below its adapters."""
+    return train.publish_dtype == "float32" and train.lora.rank == 0
 
 
 def _check_records(account: Account, files: RunFiles, findings: Findings) -> None:

@@ -79,6 +79,14 @@ def test_what_an_honest_trainer_leaves(tmp_path: Path, values: dict[str, object]
     assert lineage.num_checked >= 2
 
 
+def test_a_setting_that_was_changed_before_the_trainer_was_lost(tmp_path: Path) -> None:
+    """Steps that are trained again publish as they did the first time, whatever the run publishes now."""
+    first, later = build_train(checkpoint_every=4), build_train(checkpoint_every=4, publish_dtype="bfloat16")
+    take_steps(tmp_path, first, 1, 2)
+    take_steps(tmp_path, later, 3, 3)
+    assert [str(breach) for breach in audit(tmp_path, first).breaches] == []
+
+
 def test_other_weights_after_a_lost_trainer_are_a_breach(tmp_path: Path) -> None:
     train = build_train(checkpoint_every=4)
     lose_the_trainer(tmp_path, train)
