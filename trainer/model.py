@@ -39,7 +39,6 @@ class Policy:
         self.device = device
         self._lora = train.lora
         self._model_dtype = model_dtype
-        self.publish_dtype = model_dtype if train.publish_dtype == "model" else train.publish_dtype
         _own_parameters(self.model)
         _disable_dropout(self.model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
