@@ -45,7 +45,7 @@ class CollectionActivities:
         async with heartbeating("collecting") as progress:
             try:
                 collected = await retry_transient(
-                    lambda: client.collect(key.session_id, request.max_seq_len, metadata),
+                    lambda: client.collect(key.session_id, request.max_seq_len, metadata, seal=True),
                     request.transport_attempts,
                     request.session_url,
                 )

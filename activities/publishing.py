@@ -68,10 +68,11 @@ class PublishLog:
         marks = {url: (post.waited_seconds, post.old_version) for url, post in self.posts.items()}
         activity.heartbeat(self.stage, marks)
 
-    def note_post(self, url: str, old_version: int) -> None:
+    def note_post(self, url: str, old_version: int) -> Post:
         self.posts[url] = Post(old_version)
         self.stage = f"{url} loads version {self.version}"
         self.beat()
+        return self.posts[url]
 
     def forget_post(self, url: str) -> None:
         if self.posts.pop(url, None) is not None:
@@ -128,10 +129,12 @@ class EngineUpdate:
             if serving is not None and self._has_weights(serving) and (post is not None or self._is_sure(serving)):
                 await self._engine.resume()
                 return 0.0
+            loaded = False
             if post is not None and (serving is None or await self._is_at_it(post, serving.version)):
-                await self._await_weights(self._timeout_seconds * _LOADING_PATIENCE - post.waited_seconds)
-            else:
-                await self._load(serving.version if serving else 0)
+                patience = self._timeout_seconds * _LOADING_PATIENCE
+                loaded = await self._await_weights(post, patience - post.waited_seconds)
+            while not loaded:
+                loaded = await self._load()
         except asyncio.CancelledError:
             if _is_run_cancelled():
                 await self._try_to_resume()
@@ -166,10 +169,11 @@ class EngineUpdate:
                 raise
             return None
 
-    async def _load(self, old_version: int) -> None:
-        """Post the load; where its answer is lost, wait for the version instead."""
+    async def _load(self) -> bool:
+        """Post the load; where its answer is lost, wait for the version instead. False: it is to be posted again."""
+        serving = await self._engine.serving()
         await self._engine.pause("in_place")
-        self._log.note_post(self._url, old_version)
+        post = self._log.note_post(self._url, serving.version)
         try:
             await self._engine.update_weights(self._weights.path, self._weights.version)
         except EngineUnavailableError as error:
@@ -177,18 +181,20 @@ class EngineUpdate:
                 raise
             # A lost connection mostly means a dead engine; one that is only slow gets all the time there is.
             patience = _LOADING_PATIENCE if error.trouble == "timeout" else 1
-            await self._await_weights(self._timeout_seconds * patience)
+            return await self._await_weights(post, self._timeout_seconds * patience)
+        return True
 
     async def _is_at_it(self, post: Post, version: int) -> bool:
-        """Whether an engine that was told to load by an earlier attempt can still be loading.
+        """Whether an engine that was told to load can still be loading.
 
         It was paused then, and nobody else tells it to go on: one that samples, or that serves another version than it
         did, has been started anew. An engine that does not tell (None) is taken to be loading.
         """
         return version == post.old_version and await self._engine.is_paused() is not False
 
-    async def _await_weights(self, seconds: float) -> None:
-        """Ask what the engine serves until it is the weights, for so long.
+    async def _await_weights(self, post: Post, seconds: float) -> bool:
+        """Ask what the engine serves until it is the weights, for so long. False once it was started anew: what it was
+        told is lost, however soon it was back, and whatever stands between (a balancer answers for a dead engine).
 
         Raises:
             EngineUnavailableError: nobody listens there any more: what it was loading is lost.
@@ -200,12 +206,16 @@ class EngineUpdate:
         while time.monotonic() < until:
             try:
                 serving = await self._engine.serving()
+                if self._has_weights(serving):
+                    return True
+                is_lost = not await self._is_at_it(post, serving.version)
             except EngineUnavailableError as error:
                 if error.trouble == "unreachable":
                     raise
-            if serving is not None and self._has_weights(serving):
-                return
+                is_lost = False
             await asyncio.sleep(_POLL_SECONDS)
+            if is_lost:
+                return False
         said = "has not told its version" if serving is None else f"still serves version {serving.version}"
         problem = f"was told to load version {self._weights.version} from {self._weights.path} long ago and {said}"
         raise WeightUpdateError("POST", self._url, problem)

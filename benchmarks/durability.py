@@ -6,16 +6,19 @@ A run with a tiny model on the local stack, all on this machine, with two rollou
 and again with SIGKILL, and the supervisor starts it again as `everroll up` does. Measured is the time from the kill to
 the next useful event, which is
 
-    rollout worker     an episode of its own is given its next, unseen turn on another worker
-    trainer            the step it was training is applied
+    rollout worker     the last of the episodes that it was playing is given its next, unseen turn on another worker
+    trainer            the step it was training, at a random moment of it, is applied
     session server     an agent sees its next turn
     engine             an agent sees its next turn
-    workflow worker    a group is stored, or a new episode sees its first turn
-    Temporal server    a group is stored, or a new episode sees its first turn
+    workflow worker    a group is stored that was still playing at the kill, or a group of the next step sees a turn:
+                       both take decisions of a workflow that were not made before
+    Temporal server    the same
     everything         an agent sees its next turn; counted from the start of `everroll up`
+    plain loop         the first turn that it had not played before; counted from the kill
 
 Lost turns are those that the engine was asked for and that nobody recorded; those that an agent is given again from the
-record are not. On a machine that does other things too, times are longer: starting Python and torch is most of them.
+record are not. Lost tokens are those turns times the tokens of a mean turn; of the plain loop they are counted. On a
+machine that does other things too, times are longer: starting Python and torch is most of them.
 """
 
 from __future__ import annotations
@@ -38,8 +41,6 @@ from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import httpx
-
 from everroll.contracts import names
 from everroll.local.ports import choose_port
 from everroll.temporal import install_runtime
@@ -59,6 +60,10 @@ SIZE = Size(
 _EVENT_SECONDS = 180.0
 _LOOK_SECONDS = 0.005
 _SETTLE_SECONDS = (1.0, 4.0)
+_TRAINING_SECONDS = 0.5
+"""About what a step takes."""
+_UNDER_WAY_SECONDS = 0.1
+"""After which what was on its way at the kill has arrived."""
 
 Wait = Callable[[World, float], Awaitable[float]]
 """Waits for the useful event after a kill at that time; returns when it was, in Unix seconds."""
@@ -91,11 +96,12 @@ class Counts:
 
 
 async def measure(world: World, victim: str, num_kills: int, rng: random.Random) -> Measured:
+    """Kill it so many times."""
     before = await count_lost(world)
     seconds = []
     for _ in range(num_kills):
         await asyncio.sleep(rng.uniform(*_SETTLE_SECONDS))
-        seconds.append(await _KILLS[victim](world))
+        seconds.append(await _KILLS[victim](world, rng))
         print(f"{victim}: {seconds[-1]:.2f} s", file=sys.stderr)
         await await_all_up(world)
     after = await count_lost(world)
@@ -117,30 +123,49 @@ async def count_lost(world: World) -> Counts:
     return Counts(generated - recorded, episodes)
 
 
-async def kill_rollout_worker(world: World) -> float:
+async def kill_rollout_worker(world: World, rng: random.Random) -> float:
     """In the middle of episodes of its own."""
     while True:
         identity = world.stack.find("worker-rollout")
         assert identity is not None
-        mine = _open_sessions(world.read_seen(), identity.pid)
-        if mine:
+        if _open_sessions(world.read_seen(), identity.pid):
             break
         await asyncio.sleep(_LOOK_SECONDS)
     world.stack.signal("worker-rollout", signal.SIGKILL)
     killed = time.time()
-    lines = world.read_seen()
+    lines = list(world.read_seen())
     mine = _open_sessions(lines, identity.pid)
+    if not mine:
+        return await kill_rollout_worker(world, rng)
     known = {(turn.session, turn.turn) for turn in lines}
 
     def find() -> float | None:
-        taken = (
-            turn.at
-            for turn in world.read_seen()
-            if turn.session in mine and turn.pid != identity.pid and (turn.session, turn.turn) not in known
-        )
-        return min(taken, default=None)
+        """An episode that ran into its length has no further turn: its group is stored then."""
+        taken = _first_new_turns(world, known, but_not=identity.pid)
+        left = {session for session in mine - taken.keys() if not _is_stored(world, session)}
+        times = [at for session, at in taken.items() if session in mine]
+        return max(times) if times and not left else None
 
-    return (await _await_event(find)) - killed if mine else await kill_rollout_worker(world)
+    return (await _await_event(find)) - killed
+
+
+def _first_new_turns(world: World, known: set[tuple[str, int]], but_not: int = 0) -> dict[str, float]:
+    """By session: when it saw its first turn that is not known, on another process than that one."""
+    found: dict[str, float] = {}
+    for turn in world.read_seen():
+        if turn.pid != but_not and (turn.session, turn.turn) not in known:
+            found.setdefault(turn.session, turn.at)
+    return found
+
+
+def _is_stored(world: World, session: str) -> bool:
+    return int(session.split("-")[1]) in _stored_groups(world)
+
+
+def _stored_groups(world: World) -> dict[int, float]:
+    """By group: when it was stored."""
+    paths = (world.store / RUN / "groups").glob("*/[!.]*")
+    return {int(path.parent.name): path.stat().st_mtime for path in paths}
 
 
 def _open_sessions(seen: list[SeenTurn], pid: int) -> set[str]:
@@ -149,32 +174,36 @@ def _open_sessions(seen: list[SeenTurn], pid: int) -> set[str]:
     return {name for name, turn in last.items() if turn.pid == pid and turn.turn < SIZE.turns - 1}
 
 
-async def kill_trainer(world: World) -> float:
-    await _until(lambda: _is_training(world))
-    step = world.count_steps() + 1
+async def kill_trainer(world: World, rng: random.Random) -> float:
+    while True:
+        await _until(lambda: _is_training(world))
+        step = world.count_steps() + 1
+        await asyncio.sleep(rng.uniform(0, _TRAINING_SECONDS))
+        if _is_training(world) and world.count_steps() == step - 1:
+            break
     killed = time.time()
     world.stack.signal("worker-trainer", signal.SIGKILL)
     record = world.run_dir / "steps" / f"step_{step:06d}.json"
     return (await _await_event(lambda: record.stat().st_mtime if record.exists() else None)) - killed
 
 
-async def kill_workflow_worker(world: World) -> float:
-    return await _kill_and_await_progress(world, "worker-workflows")
+async def kill_workflow_worker(world: World, rng: random.Random) -> float:
+    return await _kill_and_await_decision(world, "worker-workflows")
 
 
-async def kill_temporal(world: World) -> float:
-    return await _kill_and_await_progress(world, "temporal")
+async def kill_temporal(world: World, rng: random.Random) -> float:
+    return await _kill_and_await_decision(world, "temporal")
 
 
-async def kill_session_server(world: World) -> float:
+async def kill_session_server(world: World, rng: random.Random) -> float:
     return await _kill_and_await_turn(world, "session-server")
 
 
-async def kill_engine(world: World) -> float:
+async def kill_engine(world: World, rng: random.Random) -> float:
     return await _kill_and_await_turn(world, "engine")
 
 
-async def kill_everything(world: World) -> float:
+async def kill_everything(world: World, rng: random.Random) -> float:
     await world.stack.kill_everything()
     known = {(turn.session, turn.turn) for turn in world.read_seen()}
     started = time.time()
@@ -185,34 +214,35 @@ async def kill_everything(world: World) -> float:
 
 
 async def _kill_and_await_turn(world: World, name: str) -> float:
-    """An agent sees a turn that was not seen before and is no answer that was on its way at the kill."""
+    """An agent sees a turn that its successor had a part in: it is there before it has loaded anything, and by then
+    all answers that were on their way at the kill have arrived."""
     killed = time.time()
-    world.stack.signal(name, signal.SIGKILL)
-    await asyncio.sleep(0.1)
+    victim = world.stack.signal(name, signal.SIGKILL)
+    await _until(lambda: world.stack.find(name) not in (None, victim))
     known = {(turn.session, turn.turn) for turn in world.read_seen()}
     return (await _await_event(lambda: _find_turn(world, known))) - killed
 
 
-async def _kill_and_await_progress(world: World, name: str) -> float:
-    """Something that needs the one that was killed: a decision of a workflow."""
+async def _kill_and_await_decision(world: World, name: str) -> float:
+    """Something that takes a decision which no workflow had made."""
     killed = time.time()
     world.stack.signal(name, signal.SIGKILL)
-    await asyncio.sleep(0.1)
-    sessions = {turn.session for turn in world.read_seen()}
-    groups = world.store / RUN / "groups"
-    stored = set(groups.glob("*/[!.]*"))
+    await asyncio.sleep(_UNDER_WAY_SECONDS)
+    last = {turn.session: turn for turn in world.read_seen()}
+    playing = {turn.group for turn in last.values() if turn.turn < SIZE.turns - 1} - _stored_groups(world).keys()
+    next_step = (world.count_steps() + 1) * SIZE.groups_per_step
+    begun = len(world.read_seen())
 
     def find() -> float | None:
-        begun = [turn.at for turn in world.read_seen() if turn.session not in sessions]
-        begun += [path.stat().st_mtime for path in groups.glob("*/[!.]*") if path not in stored]
-        return min(begun, default=None)
+        times = [turn.at for turn in world.read_seen()[begun:] if turn.group >= next_step]
+        times += [at for group, at in _stored_groups(world).items() if group in playing]
+        return min(times, default=None)
 
     return (await _await_event(find)) - killed
 
 
 def _find_turn(world: World, known: set[tuple[str, int]]) -> float | None:
-    new = (turn.at for turn in world.read_seen() if (turn.session, turn.turn) not in known)
-    return min(new, default=None)
+    return min(_first_new_turns(world, known).values(), default=None)
 
 
 def _is_training(world: World) -> bool:
@@ -235,7 +265,7 @@ async def _await_event(find: Callable[[], float | None]) -> float:
     return found
 
 
-_KILLS: dict[str, Callable[[World], Awaitable[float]]] = {
+_KILLS: dict[str, Callable[[World, random.Random], Awaitable[float]]] = {
     "rollout worker": kill_rollout_worker,
     "trainer": kill_trainer,
     "session server": kill_session_server,
@@ -260,12 +290,6 @@ class PlainLoop:
     def start_engine(self) -> None:
         command = [sys.executable, "-m", "everroll.cli", "engine", "--model-path", str(self.model)]
         self.engine = self._start([*command, "--port", str(self.port), "--num-threads", "1"])
-        deadline = time.monotonic() + _EVENT_SECONDS
-        while time.monotonic() < deadline:
-            with contextlib.suppress(httpx.TransportError):
-                if httpx.get(f"{self.url}/health", timeout=5).status_code == 200:
-                    return
-            time.sleep(_LOOK_SECONDS)
 
     def start_loop(self) -> None:
         command = [sys.executable, "-m", "benchmarks.plain_loop", str(self.model), self.url, str(self.directory)]
@@ -299,7 +323,7 @@ class PlainLoop:
         assert self.loop is not None
         self.loop.wait(_EVENT_SECONDS)  # an engine that is gone ends it
         begin = len(self.read_seen())
-        self.start_loop()
+        self.start_loop()  # it loads while the engine does
         deadline = time.monotonic() + _EVENT_SECONDS
         while len(lines := self.read_seen()) <= begin + len(lost):
             assert time.monotonic() < deadline, "the plain loop does not get on"

@@ -27,6 +27,7 @@ from everroll.tokens.renderer import ChatRenderer, load_renderer
 from tests.chaos.agent import append_line
 from tests.chaos.world import STOP_TOKEN_IDS
 from tests.session_helpers import model_section
+from worker.waiting import wait_for_servers
 
 _TIMEOUT_SECONDS = 60.0
 _MAX_TOKENS = 32
@@ -133,6 +134,7 @@ async def main() -> None:
         parser.add_argument(f"--{name}", type=int, default=default)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    await wait_for_servers([f"{options.engine}/health"], _TIMEOUT_SECONDS)
     async with httpx.AsyncClient(base_url=options.engine, timeout=_TIMEOUT_SECONDS) as http:
         await Loop(options, http).run()
 

@@ -56,6 +56,19 @@ class AgentClients:
         """For agents that are plain functions: each occupies a thread, so they get a pool of their own."""
         self._openai: AsyncOpenAI | None = None
         self._anthropic: AsyncAnthropic | None = None
+        self._functions: dict[str, asyncio.Task[Callable[[Episode], Any]]] = {}
+
+    async def find_function(self, path: str) -> Callable[[Episode], Any]:
+        """The agent `package.module:name`, imported once, in a thread: with what it needs that can take many seconds,
+        during which heartbeats go on.
+
+        Raises:
+            ConfigurationError: it cannot be imported or is not callable. The next episode tries again.
+        """
+        known = self._functions.get(path)
+        if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
+            known = self._functions[path] = asyncio.create_task(asyncio.to_thread(load_agent_function, path))
+        return await asyncio.shield(known)
 
     def get_openai(self) -> AsyncOpenAI:
         if self._openai is None:
@@ -164,7 +177,7 @@ async def run_agent(spec: AgentSpec, episode: Episode) -> AgentResult:
         ConfigurationError: there is no such agent.
     """
     if spec.function is not None:
-        value = await _run_function(load_agent_function(spec.function), episode)
+        value = await _run_function(await episode.clients.find_function(spec.function), episode)
     else:
         value = await _run_command(spec.command or [], episode)
     return check_result(value, spec.reward_key)

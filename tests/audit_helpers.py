@@ -31,9 +31,10 @@ from everroll.store import LocalStore
 from everroll.tokens.renderer import load_renderer
 from everroll.tokens.samples import Sample, SampleSet, decode_samples, encode_samples
 from tests.conftest import TemporalServer
+from tests.conversation import converse
 from tests.engine_helpers import running_engine
 from tests.session_helpers import ADMIN_KEY, model_section, serve_app
-from tests.small_run import converse, make_model, write_prompts
+from tests.small_run import make_model, write_prompts
 from worker.build import build_worker
 from worker.settings import Role, WorkerSettings
 

@@ -295,6 +295,13 @@ class WireServer:
         self._loading.add(task)
         await asyncio.shield(task)
 
+    def start_anew(self, version: int = 0) -> None:
+        """As a process that takes the place of this one: what was being loaded is lost, and it samples."""
+        for task in self._loading:
+            task.cancel()
+        self._loading.clear()
+        self.paused, self.version, self.load_seconds = False, version, 0.0
+
     async def _finish_load(self, path: str, version: int | None) -> None:
         await asyncio.sleep(self.load_seconds)
         self.served_path = path

@@ -127,7 +127,7 @@ def save_checkpoint(
     policy: Policy,
     about: TrainerState,
     fill_optimizer: Callable[[Path], None],
-) -> None:
+) -> Manifest:
     """Write the checkpoint of a step whose weights are written already; files that are the same are shared.
 
     `fill_optimizer` writes the optimizer's state into a directory, with all processes.
@@ -142,7 +142,7 @@ def save_checkpoint(
         fill_optimizer(directory)
         (directory / _STATE_NAME).write_text(about.model_dump_json(indent=1))
 
-    write_directory(run.checkpoint(about.step), fill)
+    return write_directory(run.checkpoint(about.step), fill)
 
 
 def save_optimizer(state: LoadedState, directory: Path) -> None:

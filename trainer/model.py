@@ -38,7 +38,7 @@ class Policy:
         self.model = model.to(device)
         self.device = device
         self._lora = train.lora
-        self.publish_dtype = model_dtype if train.publish_dtype == "model" else train.publish_dtype
+        self._model_dtype = model_dtype
         _own_parameters(self.model)
         _disable_dropout(self.model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -53,6 +53,7 @@ class Policy:
             CheckpointError: `padding_free = "on"`, and the model does not allow it.
         """
         self._dtype = _DTYPES[train.dtype]
+        self.publish_dtype = self._model_dtype if train.publish_dtype == "model" else train.publish_dtype
         if train.padding_free == "on" and self._packing_obstacle is not None:
             raise CheckpointError(
                 f'train.padding_free = "on": {type(self.model).__name__} does not allow it: {self._packing_obstacle}'

@@ -39,6 +39,12 @@ class AppliedStep(Payload):
     result: TrainResult
     mark: LedgerMark | None = None
     """Where the run's ledger stood when it took the batch."""
+    parent_sha256: dict[str, str] | None = None
+    """Of each weights file of the version that the step was applied to; None in records of earlier versions."""
+    checkpoint_sha256: dict[str, str] | None = None
+    """Of each file of the step's checkpoint, where one was written; the copy inside the checkpoint has None."""
+    device: str | None = None
+    """Kind of device that trained it: `cpu`, `cuda`, ... Only on a CPU does the same batch give the same bits."""
 
 
 class RunDirectory:

@@ -54,6 +54,10 @@ class Trainer:
         self._ranks = ranks or Ranks()
         self._turn = threading.Lock()
         self._run: RunDirectory | None = None
+        self._parent_sha256: dict[str, str] = {}
+        """Of the weights in memory."""
+        self._num_differences = 0
+        """How many steps gave other weights than the first time, since a checkpoint was loaded to go on from."""
         self._sinks: MetricSinks | None = None
 
     def prepare(self, request: PrepareTrainerRequest) -> Weights:
@@ -100,8 +104,8 @@ class Trainer:
             if record is not None:
                 result = self._look_up(run, record, request, on_progress)
             else:
-                differences = self._reach(run, request.step - 1, request, on_progress)
-                result = self._apply(run, request, differences, on_progress)
+                self._reach(run, request.step - 1, request, on_progress)
+                result = self._apply(run, request, on_progress)
             self._copy_metrics(run, request)
             return result
 
@@ -145,7 +149,8 @@ class Trainer:
         self._run = run
         newest = find_checkpoint(run)
         if newest is not None and newest.record is not None and newest.step > run.latest_applied():
-            _commit(run, newest.record)  # killed between the checkpoint and the record
+            # Killed between the checkpoint and the record.
+            _commit(run, _seal_checkpoint(newest.record, read_manifest(run.checkpoint(newest.step))))
         return run
 
     def _start(self, run: RunDirectory, request: PrepareTrainerRequest) -> None:
@@ -154,16 +159,14 @@ class Trainer:
         policy = self._collect()
         if policy.has_adapters:
             save_base_model(run, policy)
-        save_weights(run, policy, step=0)
+        self._parent_sha256 = _list_weights(save_weights(run, policy, step=0))
+        self._num_differences = 0
         self._save_checkpoint(run, policy, step=0, record=None)
 
     def _reach(
         self, run: RunDirectory, version: int, request: TrainRequest | PrepareTrainerRequest, on_progress: Progress
-    ) -> int:
-        """Get to `version`: it is in memory, or the newest checkpoint and the stored batches since lead to it.
-
-        Returns how many steps gave other weights than the first time.
-        """
+    ) -> None:
+        """Get to `version`: it is in memory, or the newest checkpoint and the stored batches since lead to it."""
         latest = run.latest_applied()
         if latest != version:
             raise StepOrderError(
@@ -171,15 +174,24 @@ class Trainer:
                 f"but the newest applied step is {latest}"
             )
         if self._replica.version == version:
-            return 0
+            return
         about = find_checkpoint(run, newest=version)
         if about is None:
             raise CheckpointError(f"{run.root}: no complete checkpoint up to step {version}")
         on_progress(f"loading checkpoint {about.step}")
         work = LoadCheckpoint(run_dir=str(run.root), step=about.step, train=request.train)
         self._ranks.do(work, on_progress)
-        steps = range(about.step + 1, version + 1)
-        return sum(self._replay(run, step, request.train.on_replay_difference, on_progress) for step in steps)
+        self._parent_sha256, self._num_differences = self._find_weights(run, about), 0
+        for step in range(about.step + 1, version + 1):
+            self._num_differences += self._replay(run, step, request.train.on_replay_difference, on_progress)
+
+    def _find_weights(self, run: RunDirectory, about: TrainerState) -> dict[str, str]:
+        """Of the weights of a checkpoint that was loaded."""
+        if about.record is not None:
+            return about.record.weights_sha256
+        if is_complete(run.weights(about.step)):
+            return _list_weights(read_manifest(run.weights(about.step)))
+        return hash_weights(run.root, self._collect().save)
 
     def _replay(
         self, run: RunDirectory, step: int, on_difference: Literal["warn", "fail"], on_progress: Progress
@@ -195,7 +207,7 @@ class Trainer:
         self._ranks.do(LoadBatch(request=request), on_progress)
         self._ranks.do(Apply(), on_progress)
         record = run.read_record(step)
-        hashes = hash_weights(run.root, self._collect().save)
+        hashes = self._parent_sha256 = hash_weights(run.root, self._collect().save)
         if record is None or record.weights_sha256 == hashes:
             return False
         text = f"{run.root}: step {step} trained again gave weights {hashes}, but {record.weights_sha256} are out"
@@ -205,19 +217,20 @@ class Trainer:
         _LOGGER.error("%s", text)
         return True
 
-    def _apply(self, run: RunDirectory, request: TrainRequest, differences: int, on_progress: Progress) -> TrainResult:
+    def _apply(self, run: RunDirectory, request: TrainRequest, on_progress: Progress) -> TrainResult:
         started = time.perf_counter()
         on_progress(f"step {request.step} loading its batch")
         self._ranks.do(LoadBatch(request=request), on_progress)
         run.write_request(request)
         metrics = {"load_batch_seconds": time.perf_counter() - started, "num_processes": float(self._ranks.size)}
-        if differences:
-            metrics["num_replay_differences"] = float(differences)
+        if self._num_differences:
+            metrics["num_replay_differences"] = float(self._num_differences)
         try:
             record = self._apply_and_save(run, request, metrics, on_progress)
         except BaseException:
             self._abandon()
             raise
+        self._parent_sha256, self._num_differences = record.weights_sha256, 0
         prune(run, request.train)
         return record.result
 
@@ -231,9 +244,20 @@ class Trainer:
         policy = self._collect()
         manifest = save_weights(run, policy, request.step)
         metrics |= self._replica.metrics | {"save_weights_seconds": time.perf_counter() - applied}
-        record = _build_record(run, request, manifest, metrics)
+        record = AppliedStep(
+            batch=request.batch,
+            weights_sha256=_list_weights(manifest),
+            result=TrainResult(
+                step=request.step,
+                weights=Weights(version=request.step, path=str(run.weights(request.step))),
+                metrics=metrics,
+            ),
+            mark=request.mark,
+            parent_sha256=self._parent_sha256,
+            device=self._replica.device_type,
+        )
         if request.step % request.train.checkpoint_every == 0:
-            self._save_checkpoint(run, policy, request.step, record)
+            record = _seal_checkpoint(record, self._save_checkpoint(run, policy, request.step, record))
         _commit(run, record)
         return record
 
@@ -249,11 +273,11 @@ class Trainer:
         assert policy is not None
         return policy
 
-    def _save_checkpoint(self, run: RunDirectory, policy: Policy, step: int, record: AppliedStep | None) -> None:
+    def _save_checkpoint(self, run: RunDirectory, policy: Policy, step: int, record: AppliedStep | None) -> Manifest:
         about = TrainerState(
             step=step, num_threads=torch.get_num_threads(), num_processes=self._ranks.size, record=record
         )
-        save_checkpoint(
+        return save_checkpoint(
             run, policy, about, lambda directory: self._ranks.do(SaveOptimizer(directory=str(directory)), _ignore)
         )
 
@@ -286,13 +310,14 @@ class Trainer:
             self._turn.release()
 
 
-def _build_record(
-    run: RunDirectory, request: TrainRequest, manifest: Manifest, metrics: dict[str, float]
-) -> AppliedStep:
-    weights = Weights(version=request.step, path=str(run.weights(request.step)))
-    hashes = {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(WEIGHTS_SUFFIX)}
-    result = TrainResult(step=request.step, weights=weights, metrics=metrics)
-    return AppliedStep(batch=request.batch, weights_sha256=hashes, result=result, mark=request.mark)
+def _list_weights(manifest: Manifest) -> dict[str, str]:
+    return {name: entry.sha256 for name, entry in manifest.files.items() if name.endswith(WEIGHTS_SUFFIX)}
+
+
+def _seal_checkpoint(record: AppliedStep, manifest: Manifest) -> AppliedStep:
+    """The record with the hashes of all files of the step's checkpoint: master weights and optimizer too."""
+    hashes = {name: entry.sha256 for name, entry in manifest.files.items()}
+    return record.model_copy(update={"checkpoint_sha256": hashes})
 
 
 def _commit(run: RunDirectory, record: AppliedStep) -> None:

@@ -26,6 +26,7 @@ from everroll.logs import configure_logging
 from everroll.temporal import install_runtime
 from worker.build import build_worker
 from worker.settings import Role, WorkerSettings, load_settings
+from worker.waiting import wait_for_servers
 
 if TYPE_CHECKING:
     from trainer.distributed.ranks import Ranks
@@ -63,11 +64,32 @@ async def serve(role: Role, settings: WorkerSettings, ranks: Ranks | None = None
         await client.register_search_attributes()
     if ranks is not None:
         ranks.when_lost(lambda: _set_from_thread(loop, stop))
-    async with build_worker(role, client.temporal, settings, ranks) as worker, worker:
-        logger.info("worker ready: %s on %s", role.value, worker.task_queue)
-        await stop.wait()
-        logger.info("worker stopping")
+    async with build_worker(role, client.temporal, settings, ranks) as worker:
+        if not await _wait_for_servers(settings, stop):
+            return 0
+        async with worker:
+            logger.info("worker ready: %s on %s", role.value, worker.task_queue)
+            await stop.wait()
+            logger.info("worker stopping")
     return 1 if ranks is not None and ranks.lost else 0
+
+
+async def _wait_for_servers(settings: WorkerSettings, stop: asyncio.Event) -> bool:
+    """False if the worker was told to stop meanwhile."""
+    urls = [url.strip() for url in settings.wait_for.split(",") if url.strip()]
+    waiting, stopping = (
+        asyncio.ensure_future(wait_for_servers(urls, settings.wait_seconds)),
+        asyncio.ensure_future(stop.wait()),
+    )
+    try:
+        await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if waiting.done():
+            await waiting
+        return not stop.is_set()
+    finally:
+        for task in (waiting, stopping):
+            task.cancel()
+        await asyncio.gather(waiting, stopping, return_exceptions=True)
 
 
 def _set_from_thread(loop: asyncio.AbstractEventLoop, event: asyncio.Event) -> None:

@@ -121,6 +121,8 @@ async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIte
 async def _rollout_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http:
         clients = AgentClients(http, settings.max_episodes)
+        with contextlib.suppress(ImportError):
+            clients.get_openai()  # imports it: once episodes run, that would hold up the heartbeats of all of them
         datasets = DatasetCache()
         episodes = EpisodeActivities(clients, datasets, settings.admin_key)
         collection = CollectionActivities(http, settings.admin_key)

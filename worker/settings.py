@@ -47,6 +47,11 @@ class WorkerSettings(Spec):
     """Of several trainer processes, how long one waits for the others within one operation before it gives up."""
     heartbeat_throttle_seconds: float = Field(default=1.0, gt=0)
     """Longest time that a heartbeat is held back: the work lost when a worker dies, against load on the server."""
+    wait_for: str = ""
+    """URLs, separated by commas, that must answer 200 before the worker takes its first task: `/health` of servers
+    that are started beside it. Whatever it has to load is loaded meanwhile."""
+    wait_seconds: float = Field(default=600.0, gt=0)
+    """How long it waits for them; after that it stops with an error."""
     graceful_shutdown_seconds: float = Field(default=5.0, ge=0)
     """After SIGTERM, how long activities may finish before they are cancelled (and go on elsewhere)."""
     sticky_timeout_seconds: float = Field(default=2.0, gt=0)

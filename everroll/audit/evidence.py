@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Protocol
 
 from everroll.contracts.base import Payload
+from everroll.contracts.batches import StoredBatch
 from everroll.contracts.rollout import (
     BlobRef,
     CollectRequest,
@@ -25,7 +26,7 @@ from everroll.contracts.rollout import (
 )
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.steering import SteeringRecord
-from everroll.contracts.training import GroupBatchItem, RunState, TrainRequest, TrainResult
+from everroll.contracts.training import GroupBatchItem, RunState, TrainingRunResult, TrainRequest, TrainResult
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import RecordedSession
 from everroll.tokens.samples import SampleSet
@@ -71,6 +72,14 @@ class StepCompleted:
 
 
 @dataclass(frozen=True)
+class BatchRead:
+    """A run that plays nothing was told a batch that another run had stored."""
+
+    step: int
+    batch: StoredBatch
+
+
+@dataclass(frozen=True)
 class Published:
     """All engines were brought to a version."""
 
@@ -99,7 +108,7 @@ class Skipped:
     group: int
 
 
-RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | Published | Planned | Changed | Skipped
+RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | BatchRead | Published | Planned | Changed | Skipped
 
 
 @dataclass(frozen=True)
@@ -135,6 +144,8 @@ class RunHistory:
     """Asked to stop before its last step."""
     num_surplus: int = 0
     """Groups that it counts as started in excess, once it has completed."""
+    result: TrainingRunResult | None = None
+    """What it answered, once it has completed."""
     is_cut: bool = False
     """Earlier generations are gone: what they did is known from the state that the first of these took over."""
 
@@ -199,6 +210,10 @@ class StepRecordFile(Payload):
     batch: list[GroupBatchItem]
     weights_sha256: dict[str, str]
     result: TrainResult
+    parent_sha256: dict[str, str] | None = None
+    """Of the weights that the step was applied to; None in records of earlier versions."""
+    checkpoint_sha256: dict[str, str] | None = None
+    device: str | None = None
 
 
 class SealedFile(Payload):
@@ -246,6 +261,8 @@ class RunFiles:
     """How each group was settled, by the number in its file's name; None where it cannot be read."""
     forked_at: int = 0
     """Steps up to this one were taken by the run that this one was forked from."""
+    executions: list[str] = field(default_factory=list)
+    """Temporal's ids of the executions that `run.json` says the directory belongs to."""
 
 
 class EvidenceSource(Protocol):
@@ -264,3 +281,7 @@ class EvidenceSource(Protocol):
     async def read_digest(self, session_id: str) -> SessionDigest | None: ...
 
     async def read_files(self) -> RunFiles: ...
+
+    async def read_played(self, directory: Path, step: int) -> TrainRequest | None:
+        """A batch as another run has stored it; None where it cannot be read."""
+        ...

@@ -15,6 +15,7 @@ from temporalio.client import Client
 from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.audit.evidence import (
+    BatchRead,
     Changed,
     Dispensed,
     EpisodeHistory,
@@ -32,6 +33,7 @@ from everroll.audit.evidence import (
 from everroll.audit.report import AuditInputError, HistoryGoneError
 from everroll.contracts import names
 from everroll.contracts.base import Payload
+from everroll.contracts.batches import ReadBatchRequest, StoredBatch
 from everroll.contracts.curriculum import PlanRequest, PlanResult
 from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.rollout import (
@@ -112,6 +114,7 @@ class HistoryReader:
             state=reader.state,
             stopped=reader.stopped,
             num_surplus=reader.num_surplus,
+            result=reader.result,
             is_cut=is_cut,
         )
 
@@ -244,6 +247,7 @@ class _RunReader:
     state: str = "running"
     stopped: bool = False
     num_surplus: int = 0
+    result: TrainingRunResult | None = None
     _spec: RunSpec | None = None
     """As changed since the generation began."""
     _num_tasks: int = 0
@@ -291,9 +295,9 @@ class _RunReader:
             self.state = _RUN_STATES[kind]
             if kind == EventType.EVENT_TYPE_WORKFLOW_EXECUTION_COMPLETED:
                 payloads = event.workflow_execution_completed_event_attributes.result
-                result = await self.decode(payloads, TrainingRunResult)
-                self.stopped = result.stopped
-                self.num_surplus = result.dropped_groups.get(CauseKind.SURPLUS.value, 0)
+                self.result = await self.decode(payloads, TrainingRunResult)
+                self.stopped = self.result.stopped
+                self.num_surplus = self.result.dropped_groups.get(CauseKind.SURPLUS.value, 0)
 
     async def _take_update(self, event: HistoryEvent) -> None:
         asked = event.workflow_execution_update_accepted_event_attributes.accepted_request.input
@@ -332,6 +336,8 @@ class _RunReader:
             step = await self.decode(attributes.input, TrainRequest)
             self.events.append(StepScheduled(step, self._num_tasks))
             request = step
+        elif name == names.READ_BATCH:
+            request = await self.decode(attributes.input, ReadBatchRequest)
         elif name == names.PLAN_BLOCK:
             request = await self.decode(attributes.input, PlanRequest)
         elif name == names.RECORD_RUN:
@@ -343,6 +349,8 @@ class _RunReader:
         name, request = self._scheduled.pop(attributes.scheduled_event_id)
         if name in (names.TRAIN_STEP, names.RECORD_BATCH) and isinstance(request, TrainRequest):
             self.events.append(StepCompleted(request.step, await self.decode(attributes.result, TrainResult)))
+        elif name == names.READ_BATCH and isinstance(request, ReadBatchRequest):
+            self.events.append(BatchRead(request.step, await self.decode(attributes.result, StoredBatch)))
         elif name == names.AWAIT_GROUPS:
             awaited = await self.decode(attributes.result, AwaitGroupsResult)
             self.events += [Settled(result.group, result, task=self._num_tasks) for result in awaited.results]

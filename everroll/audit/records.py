@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from everroll.audit.account import Account
 from everroll.audit.evidence import RunFiles, RunHistory
 from everroll.audit.report import Breach, Findings, Invariant
-from everroll.contracts.rollout import BlobRef
+from everroll.audit.resumption import BY_RECORD
+from everroll.contracts.outcomes import CauseKind
+from everroll.contracts.rollout import BlobRef, GroupResult
 
 SETTLED = "trained groups are on record as settled with what was trained"
+DROPPED = "dropped groups are on record as dropped for their cause"
+_PREFIX = "dropped: "
 STEERINGS = "what was asked of the run is on record, in order"
 
 
@@ -30,6 +35,28 @@ def check_settled(files: RunFiles, trained: Mapping[int, BlobRef], findings: Fin
         text = "the trained group is on record as settled otherwise"
         breach = Breach(invariant=Invariant.SETTLED_ONCE, group=group, message=text, expected=manifest.uri, found=found)
         findings.expect(SETTLED, known == manifest, breach)
+
+
+def check_dropped(files: RunFiles, account: Account, findings: Findings, *, has_ended_well: bool) -> None:
+    """The record of a dropped group names its cause: without it, a resume would have the group played again.
+
+    A group records its own drop before the run hears of it. What the run itself drops (stale, skipped, surplus) it
+    records a little later, and at its end: only a run that `has_ended_well` has certainly done so.
+    """
+    trained = {item.group for record in files.records.values() for item in record.batch}
+    for group, fate in sorted(account.fates.items()):
+        result = files.settled.get(group)
+        found = "no record" if result is None else f"{_PREFIX}{result.dropped.kind}" if result.dropped else "trainable"
+        text = "the dropped group is on record as settled otherwise"
+        breach = Breach(invariant=Invariant.SETTLED_ONCE, group=group, message=text, expected=fate, found=found)
+        if fate.startswith(_PREFIX) and (has_ended_well or _dropped_itself(account.results.get(group))):
+            findings.expect(DROPPED, found == fate, breach)
+        elif fate == BY_RECORD and group not in trained:
+            findings.expect(DROPPED, found.startswith(_PREFIX), breach)
+
+
+def _dropped_itself(told: GroupResult | None) -> bool:
+    return told is not None and told.dropped is not None and told.dropped.kind is not CauseKind.SKIPPED
 
 
 def check_steerings(history: RunHistory, files: RunFiles, findings: Findings) -> None:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Iterable, Mapping
 from contextlib import aclosing
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from temporalio.client import Client
@@ -15,17 +16,17 @@ from temporalio.client import Client
 from everroll.audit.account import Account
 from everroll.audit.evidence import EvidenceSource, GroupHistory, RunFiles, RunHistory
 from everroll.audit.histories import HistoryReader
-from everroll.audit.records import check_settled, check_steerings
+from everroll.audit.openness import leave_out_later
+from everroll.audit.records import check_dropped, check_settled, check_steerings
 from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, HistoryGoneError, Invariant
-from everroll.audit.resumption import BY_RECORD
 from everroll.audit.settlement import settle_groups
 from everroll.audit.sources import RecordedEvidence
 from everroll.audit.steps import check_steps
+from everroll.audit.stored_batches import check_on_disk
+from everroll.audit.tally import Tally, add_notes
 from everroll.audit.tokens import EQUAL, TrainedEpisode, check_tokens
 from everroll.audit.verdicts import REFERENCES, check_manifest, check_prompts, check_told
-from everroll.contracts.rollout import BlobRef, EpisodeOutcome
-from everroll.failures import ConfigurationError
-from everroll.prompts import DatasetCache
+from everroll.contracts.rollout import BlobRef, EpisodeOutcome, GroupManifest
 from everroll.sessions.reading import JournalReadError, MalformedSessionError, open_journal_reader
 
 STORED = "blobs are what was written"
@@ -80,12 +81,15 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
     history = await source.read_run()
     findings = Findings()
     account = settle_groups(history, findings)
-    tally = _Tally()
-    steps = account.requests or account.by_record
-    files = await source.read_files() if steps and history.spec.run.mode != "rollout" else None
+    tally = Tally()
+    is_open = history.state == "running"
+    files = await _read_files(source, history, account, findings)
+    if files is not None and is_open:
+        files = leave_out_later(files, account)
     trained = find_trained(account, files if history.spec.run.mode == "full" else None)
     groups = sorted({*account.results, *trained} if history.spec.run.mode != "train" else account.results)
-    async with aclosing(_in_order(source, history, account, trained, groups)) as results:
+    scope = _Scope(source, history, account, _find_pruned(history, account, files))
+    async with aclosing(_in_order(scope, trained, groups)) as results:
         num_done = 0
         async for found in results:
             findings.merge(found.findings)
@@ -94,14 +98,80 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
             if on_progress is not None:
                 on_progress(num_done, len(groups))
     if files is not None:
-        is_open = history.state == "running"
         check_steps(account, files, history.spec.train, findings, is_open=is_open)
         if not is_open:
             check_steerings(history, files, findings)
         if history.spec.run.mode == "full":
             check_settled(files, {group: one.manifest for group, one in trained.items()}, findings)
-    await _add_notes(history, account, tally, findings)
+            check_dropped(files, account, findings, has_ended_well=history.state == "completed")
+    if history.spec.run.mode == "train":
+        await check_played(source, history, account, findings)
+    await add_notes(history, account, tally, findings)
     return _build_report(history, account, tally, findings, time.monotonic() - started)
+
+
+async def _read_files(
+    source: EvidenceSource, history: RunHistory, account: Account, findings: Findings
+) -> RunFiles | None:
+    """None where the run has no directory: it only plays, or ended before it took a step, or even had one.
+
+    Raises:
+        AuditInputError: steps were taken, and the directory is not there.
+    """
+    if history.spec.run.mode == "rollout":
+        return None
+    has_steps = bool(account.requests or account.by_record)
+    try:
+        files = await source.read_files()
+    except AuditInputError as error:
+        if has_steps:
+            raise
+        findings.note(f"the run took no step, and its directory was not looked at: {error}")
+        return None
+    own = {generation.run_id for generation in history.generations}
+    if not has_steps and files.executions and not own & set(files.executions):
+        findings.note(f"{files.path} was not looked at: it belongs to an earlier run of this name, and this one failed")
+        return None
+    return files
+
+
+def _find_pruned(history: RunHistory, account: Account, files: RunFiles | None) -> float:
+    """The newest step whose samples may be gone, as retention has it; infinite where that cannot be told."""
+    newest = account.requests[max(account.requests)].train if account.requests else history.spec.train
+    sections = [history.spec.train, newest, *(request.train for request in account.requests.values())]
+    if all(train.keep_samples == "run" for train in sections):
+        return -1
+    if files is None or history.state == "running":
+        return math.inf
+    complete = [directory.step for directory in files.checkpoints if directory.manifest is not None]
+    return min(sorted(complete)[-newest.keep_checkpoints :], default=-1)
+
+
+async def check_played(source: EvidenceSource, history: RunHistory, account: Account, findings: Findings) -> None:
+    """Each step's batch against the directory of the run that played it, as far as that is within reach."""
+    directory, num_missing = Path(history.spec.run.batches_from or ""), 0
+    for _, request in sorted(account.requests.items()):
+        stored = await source.read_played(directory, request.step)
+        if stored is None:
+            num_missing += 1
+        else:
+            check_on_disk(request, stored, findings)
+    if num_missing:
+        findings.note(
+            f"{num_missing} batches could not be read in {directory}, the directory of the run that played them: they "
+            "were compared with what this run was told when it read them"
+        )
+
+
+@dataclass(frozen=True)
+class _Scope:
+    """What the audit of a group needs of the run."""
+
+    source: EvidenceSource
+    history: RunHistory
+    account: Account
+    pruned_until: float
+    """Samples of later steps must be there."""
 
 
 @dataclass(frozen=True)
@@ -127,38 +197,12 @@ def find_trained(account: Account, files: RunFiles | None) -> dict[int, Trained]
     return trained
 
 
-@dataclass
-class _Tally:
-    """Numbers of one group, or of all."""
-
-    findings: Findings = field(default_factory=Findings)
-    num_episodes: int = 0
-    num_tokens: int = 0
-    num_sampled_tokens: int = 0
-    num_by_digest: int = 0
-    num_without_history: int = 0
-
-    def add(self, other: _Tally) -> None:
-        self.num_episodes += other.num_episodes
-        self.num_tokens += other.num_tokens
-        self.num_sampled_tokens += other.num_sampled_tokens
-        self.num_by_digest += other.num_by_digest
-        self.num_without_history += other.num_without_history
-
-
-async def _in_order(
-    source: EvidenceSource,
-    history: RunHistory,
-    account: Account,
-    trained: Mapping[int, Trained],
-    groups: Iterable[int],
-) -> AsyncGenerator[_Tally]:
+async def _in_order(scope: _Scope, trained: Mapping[int, Trained], groups: Iterable[int]) -> AsyncGenerator[Tally]:
     """The groups' findings in order, a few groups ahead of the one that is given."""
-    waiting: deque[asyncio.Task[_Tally]] = deque()
+    waiting: deque[asyncio.Task[Tally]] = deque()
     try:
         for group in groups:
-            work = _audit_group(source, history, account, group, trained.get(group))
-            waiting.append(asyncio.create_task(work))
+            waiting.append(asyncio.create_task(_audit_group(scope, group, trained.get(group))))
             if len(waiting) >= _GROUPS_AT_A_TIME:
                 yield await waiting.popleft()
         while waiting:
@@ -169,55 +213,69 @@ async def _in_order(
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def _audit_group(
-    source: EvidenceSource, history: RunHistory, account: Account, group: int, trained: Trained | None
-) -> _Tally:
-    tally = _Tally()
+async def _audit_group(scope: _Scope, group: int, trained: Trained | None) -> Tally:
+    tally = Tally()
+    account, findings = scope.account, tally.findings
     told = account.results.get(group)
     own: GroupHistory | None = None
     try:
-        own = await source.read_group(group)
+        own = await scope.source.read_group(group)
     except HistoryGoneError:
         tally.num_without_history = 1
     if own is not None:
-        if told is not None and group not in account.recorded:
-            check_told(group, own, told, tally.findings)
-        check_prompts(group, own, history.dataset, tally.findings)
+        if told is not None and group not in account.recorded and not _plays_again(scope, group, own):
+            check_told(group, own, told, findings)
+        check_prompts(group, own, scope.history.dataset, findings)
     if trained is None or (told is not None and told.manifest is None):
         return tally
-    step = trained.step
-    stored = await source.read_manifest(trained.manifest)
-    if stored.missing and history.spec.train.keep_samples == "replay":
-        tally.findings.note(_PRUNED)
+    manifest = await _read_manifest(scope, group, trained, own, findings)
+    if manifest is None:
         return tally
-    where = {"step": step, "group": group}
-    _expect_stored(stored.trouble, where, tally.findings)
-    known = own.manifest if own is not None else trained.manifest
-    if known != trained.manifest and not (known is None and group in account.recorded):
-        text = "the trainer was given another manifest than the group stored"
-        breach = Breach(invariant=Invariant.VERDICTS, message=text, step=step, group=group)
-        tally.findings.add(REFERENCES, breach)
-    if stored.manifest is None:
-        return tally
-    pruned = history.spec.train.keep_samples == "replay"
-    check_manifest(group, step, own, stored.manifest, history.spec.rollout.episodes_per_group, tally.findings)
-    for outcome in stored.manifest.outcomes:
+    spec = scope.history.spec
+    check_manifest(spec.run.name, group, trained.step, own, manifest, spec.rollout.episodes_per_group, findings)
+    for outcome in manifest.outcomes:
         episode = own.episodes.get(outcome.key.session_id) if own else None
         collect = episode.collect if episode else None
-        max_seq_len = collect.max_seq_len if collect else history.spec.rollout.max_seq_len
-        await _audit_episode(source, outcome, step, max_seq_len, pruned, tally)
+        max_seq_len = collect.max_seq_len if collect else spec.rollout.max_seq_len
+        await _audit_episode(scope, outcome, trained.step, max_seq_len, tally)
     return tally
 
 
+def _plays_again(scope: _Scope, group: int, own: GroupHistory) -> bool:
+    """Whether an open run has dispensed the group once more since its history was read: that history is a newer one."""
+    request = scope.account.dispensed.get(group)
+    again = request is not None and own.request.first_attempt != request.first_attempt
+    return again and scope.history.state == "running"
+
+
+async def _read_manifest(
+    scope: _Scope, group: int, trained: Trained, own: GroupHistory | None, findings: Findings
+) -> GroupManifest | None:
+    """What the trainer read of a group; where it cannot be read any more, what the group's history says was stored.
+
+    Retention keeps manifests: one that is missing is a breach.
+    """
+    stored = await scope.source.read_manifest(trained.manifest)
+    _expect_stored(stored.trouble, {"step": trained.step, "group": group}, findings)
+    known = own.manifest if own is not None else trained.manifest
+    if known != trained.manifest and not (known is None and group in scope.account.recorded):
+        text = "the trainer was given another manifest than the group stored"
+        breach = Breach(invariant=Invariant.VERDICTS, message=text, step=trained.step, group=group)
+        findings.add(REFERENCES, breach)
+    if stored.manifest is None and own is not None and own.stored is not None:
+        return GroupManifest(run=own.stored.run, group=own.stored.group, outcomes=own.stored.outcomes)
+    return stored.manifest
+
+
 async def _audit_episode(
-    source: EvidenceSource, outcome: EpisodeOutcome, step: int, max_seq_len: int | None, pruned: bool, tally: _Tally
+    scope: _Scope, outcome: EpisodeOutcome, step: int, max_seq_len: int | None, tally: Tally
 ) -> None:
     if outcome.samples is None:
         return  # said already: no verdict
-    key = outcome.key
+    key, source = outcome.key, scope.source
     who = TrainedEpisode(step, key.group, key.member, key.session_id, max_seq_len)
     stored = await source.read_samples(outcome.samples.blob)
-    if stored.missing and pruned:
+    if stored.missing and step <= scope.pruned_until:
         tally.findings.note(_PRUNED)
         return
     where = {"step": step, "group": key.group, "member": key.member, "session_id": key.session_id}
@@ -244,47 +302,6 @@ def _expect_stored(trouble: str | None, where: Mapping[str, object], findings: F
     findings.expect(STORED, trouble is None, breach)
 
 
-async def _add_notes(history: RunHistory, account: Account, tally: _Tally, findings: Findings) -> None:
-    if tally.num_by_digest:
-        findings.note(
-            f"{tally.num_by_digest} of {tally.num_episodes} episodes: the journal's retention has passed and their "
-            "rows are gone; their samples were compared with the digest kept at release"
-        )
-    if history.spec.run.mode == "train":
-        source = history.spec.run.batches_from
-        findings.note(f"its groups were played by the run in {source}: audit that one for prompts, tokens and verdicts")
-    by_record = sum(fate == BY_RECORD for fate in account.fates.values())
-    if any(generation.restores for generation in history.generations):
-        findings.note(f"the run was resumed from its directory at step {account.by_record}")
-    if history.is_cut:
-        findings.note(
-            "Temporal does not hold the run's first executions any more (the namespace's retention has passed, or they "
-            "were deleted): the order in which prompts were dispensed and steps taken until then was not checked"
-        )
-    if by_record:
-        findings.note(
-            f"{by_record} groups were settled when this Temporal server's history of the run begins: that they were "
-            "settled once is proved by the records in the run directory alone"
-        )
-    if tally.num_without_history:
-        findings.note(
-            f"of {tally.num_without_history} groups Temporal has no history of their own (the namespace's retention "
-            "has passed, they were deleted, or another server had it): which prompt they played, and that their "
-            "rewards are those that the agents reported, was not checked; what was trained of them was compared with "
-            "journal and store all the same"
-        )
-    if history.state == "running":
-        findings.note("the run is open: this covers what had settled when its history was read")
-    ended = sum(fate == "ended with the run" for fate in account.fates.values())
-    if ended:
-        findings.note(f"{ended} groups had not settled when the run ended ({history.state}); they were not trained")
-    if history.dataset is not None:
-        try:
-            await asyncio.to_thread(DatasetCache().get, history.dataset)
-        except ConfigurationError as error:
-            findings.note(f"the prompts themselves could not be looked at: {error}")
-
-
 def _count_fates(history: RunHistory, account: Account) -> dict[str, int]:
     """A run that only plays stores its batches where another trains them."""
     counts = Counter(account.fates.values())
@@ -294,7 +311,7 @@ def _count_fates(history: RunHistory, account: Account) -> dict[str, int]:
 
 
 def _build_report(
-    history: RunHistory, account: Account, tally: _Tally, findings: Findings, seconds: float
+    history: RunHistory, account: Account, tally: Tally, findings: Findings, seconds: float
 ) -> AuditReport:
     lines = sorted(findings.checks.values(), key=lambda line: line.invariant.value)
     return AuditReport(

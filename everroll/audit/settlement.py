@@ -11,6 +11,7 @@ from itertools import pairwise
 
 from everroll.audit.account import Account
 from everroll.audit.evidence import (
+    BatchRead,
     Changed,
     Dispensed,
     Generation,
@@ -25,6 +26,9 @@ from everroll.audit.evidence import (
 from everroll.audit.orders import check_order
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.audit.resumption import adopt_restored
+from everroll.audit.stored_batches import check_told
+from everroll.audit.totals import Totals, sort_counts
+from everroll.contracts.batches import StoredBatch
 from everroll.contracts.names import ATTEMPTS_PER_RESUME
 from everroll.contracts.rollout import GroupRequest
 from everroll.contracts.training import RunState, TrainRequest
@@ -58,7 +62,9 @@ class _Fold:
         """Groups in flight that are dropped whatever they bring."""
         self._restored = history.is_cut
         """Whether the next state says what is known of what came before."""
-        self._num_trained_by_record = 0
+        self._totals = Totals()
+        self._batches: dict[int, StoredBatch] = {}
+        """What another run has played, by step, as this one was told."""
         self._batch_size = history.spec.rollout.groups_per_step
         self._latest: dict[int, int] = {}
         """Group to the workflow task during which it came in."""
@@ -80,8 +86,7 @@ class _Fold:
             plays = self._history.spec.run.mode != "train"
             self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings, plays=plays)
             self._skipping = set(generation.start.skipping)
-            known = list(self.account.fates.values()).count("trained")
-            self._num_trained_by_record = generation.start.trained_groups - known
+            self._totals.begin(generation.start, self.account.fates)
             self._restored = False
         elif generation.start is not None:
             self._reopen_unheard(generation.start)
@@ -99,6 +104,8 @@ class _Fold:
                 self._schedule(event)
             elif isinstance(event, StepCompleted):
                 self._complete(event)
+            elif isinstance(event, BatchRead):
+                self._batches[event.step] = event.batch
             elif isinstance(event, Published):
                 self._publish(event.version)
             elif isinstance(event, Changed):
@@ -187,8 +194,10 @@ class _Fold:
         breach = Breach(invariant=_I3, step=step, message=text, expected=f"step {wanted}", found=f"step {step}")
         self._findings.expect(STEPS, step == wanted and fresh, breach)
         check_order(request, self._spec, account.version, self._findings)
-        if self._history.spec.run.mode != "train":  # else another run dispensed and settled these groups
+        if self._history.spec.run.mode != "train":
             self._compare_batch(request, event.task)
+        else:  # another run dispensed and settled these groups
+            check_told(request, self._batches.get(step), self._findings)
         for item in request.batch:
             account.ready.pop(item.group, None)
             if account.trained_at.setdefault(item.group, step) != step:
@@ -312,13 +321,13 @@ class _Fold:
 
     def _compare_carried(self, state: RunState, run_id: str) -> None:
         account = self.account
-        num_trained = list(account.fates.values()).count("trained") + self._num_trained_by_record
         pairs: list[tuple[str, object, object]] = [
             ("next group", len(account.dispensed), state.next_group),
             ("groups in flight", sorted(account.in_flight), sorted(state.in_flight)),
             ("groups ready", sorted(account.ready), [result.group for result in state.ready]),
             ("steps", account.num_steps, state.step),
-            ("groups trained", num_trained, state.trained_groups),
+            ("groups trained", self._totals.count_trained(account.fates), state.trained_groups),
+            ("groups dropped", self._totals.count_dropped(account.fates), sort_counts(state.dropped_groups)),
         ]
         for name, expected, found in pairs:
             text = f"execution {run_id} took over other {name} than its predecessor left"
@@ -342,6 +351,8 @@ class _Fold:
         finished = history.state == "completed" and not history.stopped
         if finished:
             self._close_surplus()
+        if history.result is not None:
+            self._totals.check_result(history.result, account.fates, self._findings)
         left = {
             **dict.fromkeys(account.in_flight, "in flight"),
             **dict.fromkeys(account.ready, "ready"),

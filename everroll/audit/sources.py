@@ -24,6 +24,7 @@ from everroll.audit.histories import HistoryReader
 from everroll.audit.report import AuditInputError
 from everroll.contracts.rollout import BlobRef, GroupManifest, GroupResult
 from everroll.contracts.steering import SteeringRecord
+from everroll.contracts.training import TrainRequest
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import JournalReader, JournalReadError, MalformedSessionError, RecordedSession
 from everroll.store import StoreError, open_store
@@ -89,6 +90,13 @@ class RecordedEvidence:
             raise AuditInputError(f"run {self._run}: no run directory at {self._run_dir}; name it with --run-dir")
         return await asyncio.to_thread(read_run_files, self._run_dir)
 
+    async def read_played(self, directory: Path, step: int) -> TrainRequest | None:
+        path = directory / "requests" / f"{_STEP_PREFIX}{step:06d}.json"
+        try:
+            return TrainRequest.model_validate_json(await asyncio.to_thread(path.read_bytes))
+        except (OSError, ValidationError):
+            return None
+
     def _read_blob(self, reference: BlobRef) -> tuple[bytes | None, str | None]:
         """A blob, and what is wrong with it. One that was changed is read all the same: the audit says where."""
         store = self._store
@@ -115,6 +123,7 @@ def read_run_files(root: Path) -> RunFiles:
         except (OSError, ValidationError) as error:
             unreadable[step] = str(error)
     metric_lines, malformed_line = _read_metrics(root / "metrics.jsonl")
+    forked_at, executions = _read_origin(root / "run.json")
     return RunFiles(
         path=root,
         records=records,
@@ -125,17 +134,19 @@ def read_run_files(root: Path) -> RunFiles:
         checkpoints=_read_all_sealed(root / "checkpoints"),
         steerings=_read_steerings(root / "steering.jsonl"),
         settled=_read_settled(root / "settled"),
-        forked_at=_read_fork(root / "run.json"),
+        forked_at=forked_at,
+        executions=executions,
     )
 
 
-def _read_fork(path: Path) -> int:
-    """Step that the run was forked at; 0 for one that was not."""
+def _read_origin(path: Path) -> tuple[int, list[str]]:
+    """Step that the run was forked at (0 for one that was not), and the executions that began or resumed it."""
     try:
-        origin = json.loads(path.read_bytes()).get("forked_from")
-    except (OSError, ValueError):
-        return 0
-    return int(origin["step"]) if origin else 0
+        record = json.loads(path.read_bytes())
+        origin = record.get("forked_from")
+        return int(origin["step"]) if origin else 0, [str(name) for name in record.get("executions", [])]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return 0, []
 
 
 def _find_steps(parent: Path) -> list[tuple[int, Path]]:
@@ -187,15 +198,27 @@ def _read_whole_lines(path: Path) -> list[bytes]:
 
 
 def _read_all_sealed(parent: Path) -> list[SealedDirectory]:
-    """Every directory that is still there; a live trainer removes old ones meanwhile."""
+    """Every directory that is still there; a live trainer removes old ones meanwhile, and may replace one."""
     found = []
     for step, path in _find_steps(parent):
+        before = _identify(path)
         try:
-            found.append(_read_sealed(step, path))
+            sealed = _read_sealed(step, path)
         except FileNotFoundError:
-            if path.exists():
+            if before is not None and _identify(path) == before:
                 raise
+            continue
+        if _identify(path) == before:
+            found.append(sealed)
     return found
+
+
+def _identify(path: Path) -> int | None:
+    """Tells one directory from another of its name; None where there is none."""
+    try:
+        return path.stat().st_ino
+    except FileNotFoundError:
+        return None
 
 
 def _read_sealed(step: int, path: Path) -> SealedDirectory:

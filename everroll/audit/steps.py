@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from everroll.audit.account import Account
 from everroll.audit.evidence import RunFiles, SealedDirectory, StepRecordFile
+from everroll.audit.lineage import check_lineage
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.contracts.spec import TrainSection
 
@@ -21,22 +22,36 @@ _I3 = Invariant.STEPS
 def check_steps(
     account: Account, files: RunFiles, train: TrainSection, findings: Findings, *, is_open: bool = False
 ) -> None:
-    """Compare what was handed over, what is on record, and what is kept."""
-    # Otherwise checkpoints hold other files than engines load: float32 masters, or the model below its adapters.
-    shared = train.publish_dtype == "float32" and train.lora.rank == 0
+    """Compare what was handed over, what is on record, and what is kept.
+
+    Of a run that `is_open` the files are those of steps that the history knows (`openness`); what a step leaves before
+    its record may be there already, and what a later one lets go of may be gone.
+    """
     _check_records(account, files, findings)
     for step, record in sorted(files.records.items()):
         _check_record(step, record, account, findings)
+    check_lineage(account, files, train, findings)
     _check_metrics(files, findings)
-    if not is_open:  # else a step may have been taken since its history was read
+    if not is_open:
         _check_unheard(account, files, findings)
     for directory in files.weights:
-        _check_directory(directory, files.records.get(directory.step), findings)
+        own = files.records.get(directory.step)
+        _check_directory(directory, {*own.weights_sha256.items()} if own else set(), findings)
     for directory in files.checkpoints:
         own = files.records.get(directory.step)
-        _check_directory(directory, own if shared else None, findings)
+        made = {*(own.checkpoint_sha256 or {}).items()} if own else set()
+        request = account.requests.get(directory.step)
+        if own is not None and _is_shared(request.train if request else train):
+            made |= {*own.weights_sha256.items()}
+        _check_directory(directory, made, findings)
         _check_state(directory, own, findings)
-    _check_newest(files, findings)
+    if not is_open:
+        _check_newest(files, findings)
+
+
+def _is_shared(train: TrainSection) -> bool:
+    """Whether checkpoints hold the files that engines load, not float32 masters, or the model below its adapters."""
+    return train.publish_dtype == "float32" and train.lora.rank == 0
 
 
 def _check_records(account: Account, files: RunFiles, findings: Findings) -> None:
@@ -112,8 +127,9 @@ def _check_unheard(account: Account, files: RunFiles, findings: Findings) -> Non
         findings.expect(check, step <= under_way, breach)
 
 
-def _check_directory(directory: SealedDirectory, record: StepRecordFile | None, findings: Findings) -> None:
-    """Files are those of the manifest, and weights those of the step's record."""
+def _check_directory(directory: SealedDirectory, made: set[tuple[str, str]], findings: Findings) -> None:
+    """Files are those of the manifest, and what the step's record has hashes of is what it `made`: weights, and all
+    files of a checkpoint."""
     step = directory.step
     if directory.manifest is None:
         findings.expect(WEIGHTS, False, _breach(step, f"{directory.path} has no manifest"))
@@ -122,7 +138,7 @@ def _check_directory(directory: SealedDirectory, record: StepRecordFile | None, 
     for name in sorted({**listed, **directory.hashes}):
         known, found = listed.get(name, "not listed"), directory.hashes.get(name, "missing")
         findings.expect(WEIGHTS, known == found, _breach(step, f"{directory.path / name} was changed", known, found))
-    for name, known in (record.weights_sha256 if record else {}).items():
+    for name, known in sorted(made):
         found = directory.hashes.get(name, "missing")
         breach = _breach(step, f"{directory.path / name} is not what the step made", known, found)
         findings.expect(WEIGHTS, known == found, breach)
@@ -133,7 +149,11 @@ def _check_state(directory: SealedDirectory, record: StepRecordFile | None, find
     step = directory.step
     breach = _breach(step, "the checkpoint says it is of another step", str(step), str(directory.state_step))
     findings.expect(WEIGHTS, directory.state_step == step, breach)
+    if record is not None and record.parent_sha256 is not None:
+        breach = _breach(step, "the step's record has no hashes of its checkpoint")
+        findings.expect(WEIGHTS, record.checkpoint_sha256 is not None, breach)
     if record is not None:
+        record = record.model_copy(update={"checkpoint_sha256": None})  # it cannot hold its own
         breach = _breach(step, "the checkpoint carries another record of its step than the run directory")
         findings.expect(WEIGHTS, directory.state_record == record, breach)
 

@@ -187,7 +187,7 @@ def _check_masks(
     findings.count(_I2, MASKS)
     used: set[tuple[int, int]] = set()
     for index, sample in enumerate(samples):
-        origins = _find_origins(sample, turns)
+        origins = _find_origins(sample, turns, used)
         if origins is None:
             findings.add(MASKS, who.breach("no path of the session's turns holds the sample's tokens", sample=index))
             return
@@ -211,16 +211,25 @@ _Origin = tuple[int, int] | None
 """Turn and index of its completion that a token was sampled as; None for a token of a prompt."""
 
 
-def _find_origins(sample: Sample, turns: Sequence[TurnTokens]) -> list[_Origin] | None:
-    """Where each token of the sample comes from; None when no path of turns begins with its tokens."""
+def _find_origins(sample: Sample, turns: Sequence[TurnTokens], used: set[tuple[int, int]]) -> list[_Origin] | None:
+    """Where each token of the sample comes from; None when no path of turns begins with its tokens.
+
+    Turns that were sampled alike from one prompt make paths of equal tokens: the sample is of the first of which it
+    trains nothing that is `used`. Where there is none, its tokens are trained once more.
+    """
     by_index = {turn.index: turn for turn in turns}
+    trained = np.flatnonzero(sample.loss_mask).tolist()
+    first: list[_Origin] | None = None
     for turn in turns:
         ids, origins = _walk(turn, by_index)
         size = sample.num_tokens
         whole = ids.size == size or (sample.finish_reason == MAX_SEQ_LEN and ids.size > size)
-        if whole and np.array_equal(ids[:size], sample.token_ids):
+        if not whole or not np.array_equal(ids[:size], sample.token_ids):
+            continue
+        first = first or origins[:size]
+        if not any(origins[position] is None or origins[position] in used for position in trained):
             return origins[:size]
-    return None
+    return first
 
 
 def _walk(turn: TurnTokens, by_index: dict[int, TurnTokens]) -> tuple[npt.NDArray[np.int32], list[_Origin]]:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from everroll.audit.evidence import EpisodeHistory, GroupHistory
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.contracts.outcomes import CauseKind, SampleStatus
-from everroll.contracts.rollout import DatasetRef, EpisodeOutcome, GroupManifest, GroupResult
+from everroll.contracts.rollout import DatasetRef, EpisodeKey, EpisodeOutcome, GroupManifest, GroupResult
 from everroll.prompts import compute_prompt_index
 
 PROMPTS = "episodes play the prompt that is their group's turn"
@@ -55,7 +55,13 @@ def check_told(group: int, history: GroupHistory, told: GroupResult, findings: F
 
 
 def check_manifest(
-    group: int, step: int, history: GroupHistory | None, manifest: GroupManifest, num_members: int, findings: Findings
+    run: str,
+    group: int,
+    step: int,
+    history: GroupHistory | None,
+    manifest: GroupManifest,
+    num_members: int,
+    findings: Findings,
 ) -> None:
     """What the trainer read of a group is what its history says, and every member of it may be trained.
 
@@ -70,7 +76,10 @@ def check_manifest(
         member = next((index for index, (known, found) in enumerate(pairs) if known != found), None)
         breach = _breach(_I6, "the manifest is not what the group handed to the store", where, None, None)
         findings.add(REFERENCES, breach.model_copy(update={"member": member}))
-    for outcome in manifest.outcomes:
+    for member, outcome in enumerate(manifest.outcomes):
+        wanted = EpisodeKey(run=run, group=group, member=member, attempt=outcome.key.attempt)
+        breach = _breach(_I6, "the outcome is another episode's", {**where, "member": member}, wanted, outcome.key)
+        findings.expect(MEMBERS, outcome.key == wanted and manifest.run == run, breach)
         _check_outcome(where, history, outcome, findings)
 
 

@@ -30,6 +30,8 @@ TEMPORAL_TUNING = (
 _ENGINE_READY_SECONDS = 300.0
 """Loading a large model takes minutes."""
 
+_EARLY_STAGES = {"workflows": 1, "rollout": 1}
+"""Roles that load while the engine does. The trainer's, which imports as much, would hold it up."""
 _WORKER_READY_SECONDS = 180.0
 """Importing torch in several processes at once takes a while on a busy machine."""
 
@@ -208,7 +210,7 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
         yield ProcessSpec(
             name=f"worker-{role}",
             argv=_worker_command(role, options.trainer_processes),
-            env=env,
+            env=env | (_wait_for(options, addresses) if role == "rollout" else {}),
             ready=WorkerReady(
                 addresses.temporal_address,
                 addresses.temporal_namespace,
@@ -216,10 +218,20 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
                 "workflow" if kind == "workflow" else "activity",
             ),
             stage=2,
-            ready_timeout_seconds=_WORKER_READY_SECONDS,
+            early_stage=_EARLY_STAGES.get(role),
+            ready_timeout_seconds=_ENGINE_READY_SECONDS + _WORKER_READY_SECONDS,
             # The user's directory: agents find their files where the user keeps them.
             cwd=options.import_path,
         )
+
+
+def _wait_for(options: StackOptions, addresses: StackAddresses) -> dict[str, str]:
+    """An episode needs the servers that are started here; it does not begin before they are there."""
+    if options.model is None:
+        return {}
+    own_engines = () if options.engine_urls else addresses.engine_urls
+    urls = [f"{url}/health" for url in (addresses.session_url, *own_engines)]
+    return {"EVERROLL_WAIT_FOR": ",".join(urls), "EVERROLL_WAIT_SECONDS": str(_ENGINE_READY_SECONDS)}
 
 
 def _import_path(*directories: Path) -> str:

@@ -36,6 +36,9 @@ class ProcessSpec:
     stage: int
     """Stages start one after the other, and stop in reverse; processes of one stage start together."""
     cwd: Path
+    early_stage: int | None = None
+    """It is started with this earlier stage already, and waits by itself for what it needs of those in between: it
+    loads while they do."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the supervisor's environment."""
     address: str = ""

@@ -121,7 +121,7 @@ class Supervisor:
             StackError: one does not come up. Call `stop` then, too.
         """
         for stage in sorted({keeper.spec.stage for keeper in self.keepers}):
-            for keeper in self._stage(stage):
+            for keeper in self._starting_with(stage):
                 self._tasks[keeper.spec.name] = asyncio.create_task(keeper.run())
             healthy = asyncio.gather(*(keeper.healthy.wait() for keeper in self._stage(stage)))
             await self._wait_unless_failed(healthy)
@@ -142,6 +142,12 @@ class Supervisor:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _starting_with(self, stage: int) -> list[Keeper]:
+        specs = [(keeper, keeper.spec) for keeper in self.keepers]
+        return [
+            keeper for keeper, spec in specs if stage == (spec.stage if spec.early_stage is None else spec.early_stage)
+        ]
 
     def _stage(self, stage: int) -> list[Keeper]:
         return [keeper for keeper in self.keepers if keeper.spec.stage == stage]

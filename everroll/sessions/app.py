@@ -200,6 +200,8 @@ class SessionApp:
         self._admit_admin(request)
         body = _validate(SamplesBody, await self._read_object(request, empty_is_object=True))
         session_id = request.path_params["session_id"]
+        if request.query_params.get("seal") == "true":
+            await self.core.seal(session_id)
         trouble = await self.core.engine_trouble(session_id)
         collected = await self.core.collect(session_id, body.max_seq_len, body.metadata)
         if isinstance(collected, NothingToTrain):

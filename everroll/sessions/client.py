@@ -100,11 +100,12 @@ class SessionClient:
         return SessionHandle(session_id, f"{self.base_url}{_path(session_id)}/v1", api_key, num_turns)
 
     async def collect(
-        self, session_id: str, max_seq_len: int | None, metadata: dict[str, Any]
+        self, session_id: str, max_seq_len: int | None, metadata: dict[str, Any], *, seal: bool = False
     ) -> CollectedSamples | EmptySamples:
-        """The session's samples, checked."""
+        """The session's samples, checked. With `seal`, the attempt that made them takes no further turns."""
         body = {"max_seq_len": max_seq_len, "metadata": metadata}
-        response = await self._call("POST", f"{_path(session_id)}/samples", body)
+        query = "?seal=true" if seal else ""  # not in the body: servers of earlier versions refuse what they don't know
+        response = await self._call("POST", f"{_path(session_id)}/samples{query}", body)
         if response.headers.get("content-type", "").startswith("application/json"):
             return _parse_empty(response)
         samples = decode_samples(response.content)

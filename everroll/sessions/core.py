@@ -151,7 +151,7 @@ class SessionCore:
             SessionError: see `everroll.sessions.errors`; nothing was recorded then.
         """
         session = await self._held.get(session_id)
-        _refuse_released(session.record)
+        _refuse_ended(session.record)
         if attempt not in (None, session.record.attempt):
             raise ConflictError(f"this attempt at session {session_id} was given up; a later one has taken over")
         self._held.note_use(session)
@@ -167,7 +167,7 @@ class SessionCore:
             self._refuse_past_limits(session)
             self._flights.start(flight, self._make_turn(session, request, keys))
         try:
-            turn = await self._flights.wait(flight, lambda: _refuse_released(session.record))
+            turn = await self._flights.wait(flight, lambda: _refuse_ended(session.record))
         except (EngineFailureError, PromptRefusedError) as error:
             session.engine_trouble = _build_trouble(error)
             raise
@@ -187,6 +187,8 @@ class SessionCore:
         """
         index = answer.turn.index
         session = await self._held.get(session_id)
+        if session.record.is_sealed:
+            return  # what was collected stays as it is
         if arrived:
             session.arrived.add(index)
             if session.attempts[index] == NO_ATTEMPT:
@@ -218,6 +220,27 @@ class SessionCore:
         if index is None:
             raise BadRequestError(f"session {session_id} has recorded no response of this id")
         return session.messages(index)
+
+    async def seal(self, session_id: str) -> None:
+        """Take no further turns of the present attempt: what is collected from now on is what is kept of it.
+
+        A later attempt at the episode takes turns again. A call that is under way is given up, and stays known as one
+        that had no answer (see `engine_trouble`).
+
+        Raises:
+            UnknownSessionError: no such session.
+        """
+        session = await self._held.get_current(session_id)
+        if session.record.released_at is not None:
+            return
+        if not session.record.is_sealed:
+            session.record = dataclasses.replace(session.record, sealed_attempt=session.record.attempt)
+            with self._held.forgetting(session):
+                await self._journal.set_sealed(session.claim, session.record.attempt)
+        trouble = await self.engine_trouble(session_id)
+        await self._flights.cancel(session_id)
+        session = await self._held.get(session_id)  # a call that was given up may have left a turn in the journal alone
+        session.engine_trouble = trouble
 
     async def collect(
         self, session_id: str, max_seq_len: int | None, metadata: dict[str, Any]
@@ -353,6 +376,13 @@ def _build_trouble(error: EngineFailureError | PromptRefusedError) -> Cause:
 def _name_run(session_id: str) -> str:
     found = _EPISODE_ID.match(session_id)
     return found[1] if found else ""
+
+
+def _refuse_ended(record: SessionRecord) -> None:
+    _refuse_released(record)
+    if record.is_sealed:
+        text = f"the samples of session {record.session_id} were collected; this attempt takes no further turns"
+        raise ReleasedSessionError(text)
 
 
 def _refuse_released(record: SessionRecord) -> None:

@@ -8,7 +8,7 @@
       UnknownModelError      404     no: only the run's model is served
       SlowBodyError          408     yes: the request's body did not arrive in time
       ConflictError          409     no: contradicts what is recorded (a length end, other sampling values)
-      ReleasedSessionError   410     no: the session was released
+      ReleasedSessionError   410     no: the session was released, or its samples were collected to be trained
       BodyTooLargeError      413     no
       NotOwnerError          421     yes: another session server holds the session; `peers` asks that one
       AssemblyError          422     no: samples cannot be assembled

@@ -62,6 +62,7 @@ _SET = "UPDATE sessions SET epoch = CASE WHEN epoch = $2 THEN epoch END, {{}} WH
 _SET_ATTEMPT = _SET.replace("{{}}", "attempt = $3, series = $4, used_at = {now}")
 _SET_USED = _SET.replace("{{}}", "used_at = {now}")
 _SET_RELEASED = _SET.replace("{{}}", "released_at = $3")
+_SET_SEALED = _SET.replace("{{}}", "sealed_attempt = $3")
 _SET_MAX_SEQ_LEN = _SET.replace("{{}}", "max_seq_len = $3")
 _FORGET_END = "DELETE FROM runs WHERE run = $1"
 _OWNER_LIVES = "EXISTS (SELECT 1 FROM servers WHERE server_id = sessions.owner AND expires_at > {now})"
@@ -160,6 +161,10 @@ class Journal:
     async def set_max_seq_len(self, claim: Claim, max_seq_len: int | None) -> None:
         """Note the length that samples were truncated to when they were collected last."""
         await self.database.write(Statement(_SET_MAX_SEQ_LEN, (*_key(claim), max_seq_len)))
+
+    async def set_sealed(self, claim: Claim, attempt: int) -> None:
+        """Note that an attempt takes no further turns. Those handed in before are in the journal when this returns."""
+        await self.database.write(Statement(_SET_SEALED, (*_key(claim), attempt)))
 
     async def set_used(self, claims: Sequence[Claim]) -> None:
         """Note that sessions were used up to now. Those that have gone to other servers are left out."""

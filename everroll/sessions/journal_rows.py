@@ -18,9 +18,10 @@ from everroll.sessions.records import SessionRecord, Turn
 from everroll.tokens.assembly import TurnTokens
 
 SESSION_COLUMNS = (
-    "session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len, series"
+    "session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len, series, "
+    "sealed_attempt"
 )
-NUM_SESSION_COLUMNS = 10
+NUM_SESSION_COLUMNS = 11
 TURN_COLUMNS = (
     "turn_index, attempt, follows, extends, depth, prompt_key, request_key, history_key, added_ids, completion_ids, "
     "logprobs, weight_versions, finish_reason, messages, tools, reply, num_prompt_tokens, num_cached_tokens, seed, "
@@ -42,6 +43,7 @@ def encode_session(record: SessionRecord) -> Row:
         record.run,
         record.max_seq_len,
         encode_series(record),
+        record.sealed_attempt,
     )
 
 
@@ -50,7 +52,8 @@ def encode_series(record: SessionRecord) -> str:
 
 
 def decode_session(row: Row) -> SessionRecord:
-    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, max_seq_len, series = row
+    session_id, sampling, seed, created_at, attempt, released_at, min_weight_version, run, *later = row
+    max_seq_len, series, sealed_attempt = later
     return SessionRecord(
         session_id=session_id,
         sampling=SamplingSpec.model_validate_json(sampling),
@@ -62,6 +65,7 @@ def decode_session(row: Row) -> SessionRecord:
         run=run,
         max_seq_len=max_seq_len,
         series=tuple((name, number) for name, number in from_json(series)),
+        sealed_attempt=sealed_attempt,
     )
 
 

@@ -43,7 +43,9 @@ _VERSION_2 = (
 )
 # Whose attempts opened a session: JSON, a list of pairs (see `everroll.sessions.attempts`).
 _VERSION_3 = ("ALTER TABLE sessions ADD COLUMN series TEXT NOT NULL DEFAULT '[]'",)
-MIGRATIONS = (_VERSION_1, _VERSION_2, _VERSION_3)
+# The attempt that takes no further turns, because its samples were collected; -1 for none.
+_VERSION_4 = ("ALTER TABLE sessions ADD COLUMN sealed_attempt {integer} NOT NULL DEFAULT -1",)
+MIGRATIONS = (_VERSION_1, _VERSION_2, _VERSION_3, _VERSION_4)
 
 
 def check_version(name: str, version: str | None) -> int:

@@ -34,6 +34,12 @@ class SessionRecord:
     """Name of the run it belongs to; empty if it belongs to none."""
     max_seq_len: int | None = None
     """What its samples were truncated to when they were collected last."""
+    sealed_attempt: int = NO_ATTEMPT
+    """The attempt whose samples were collected to be trained; it takes no further turns. A later one does."""
+
+    @property
+    def is_sealed(self) -> bool:
+        return self.sealed_attempt == self.attempt
 
 
 @dataclass(frozen=True)

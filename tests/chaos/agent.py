@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from everroll.agents import Episode
-from tests.small_run import converse
+from tests.conversation import converse
 
 NUM_TURNS = 2
 _CLIENT_TIMEOUT_SECONDS = 10.0

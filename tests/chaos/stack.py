@@ -98,8 +98,9 @@ def _change(spec: ProcessSpec, plan: StackPlan) -> Iterator[ProcessSpec]:
         count = plan.num_rollout_workers if spec.name == "worker-rollout" else 1
         for name in (spec.name, *(f"{spec.name}-{number}" for number in range(2, count + 1))):
             env = {"EVERROLL_TEMPORAL_ADDRESS": plan.temporal_links[name], "EVERROLL_TORCH_THREADS": "1"}
-            own = {NODE_VARIABLE: str(plan.node)} if plan.node is not None and name == "worker-rollout" else {}
-            yield dataclasses.replace(spec, name=name, env=spec.env | env | own)
+            if plan.node is not None and name == "worker-rollout":  # from there it finds no address of this node
+                env |= {NODE_VARIABLE: str(plan.node), "EVERROLL_WAIT_FOR": ""}
+            yield dataclasses.replace(spec, name=name, env=spec.env | env)
 
 
 async def supervise(plan: StackPlan, nursery: Nursery | None) -> None:

@@ -112,6 +112,8 @@ class World:
     clock_moved: bool = False
     """Whether clocks ever were."""
     num_resumes: int = 0
+    _seen: list[SeenTurn] = field(default_factory=list)
+    _seen_bytes: int = 0
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the run is over: no moment is waited for any longer."""
 
@@ -124,11 +126,13 @@ class World:
         return Path(self.spec.services.store_url)
 
     def read_seen(self) -> list[SeenTurn]:
-        try:
-            lines = (self.directory / "seen.jsonl").read_bytes().splitlines()
-        except FileNotFoundError:
-            return []
-        return [SeenTurn(**json.loads(line)) for line in lines]
+        """All lines so far; only what is new is read, as it is looked at hundreds of times a second."""
+        with contextlib.suppress(FileNotFoundError), (self.directory / "seen.jsonl").open("rb") as file:
+            file.seek(self._seen_bytes)
+            new = file.read()
+            self._seen_bytes += len(new)
+            self._seen += [SeenTurn(**json.loads(line)) for line in new.splitlines()]
+        return self._seen
 
     def count_seen(self) -> int:
         """How many different turns agents have seen."""

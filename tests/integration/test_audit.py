@@ -25,10 +25,10 @@ from everroll.audit.evidence import (
     StepCompleted,
     StepScheduled,
 )
-from everroll.audit.report import AuditReport, Invariant
+from everroll.audit.report import AuditReport, HistoryGoneError, Invariant
 from everroll.cli.main import run_command_line
-from everroll.contracts.outcomes import SampleStatus
-from everroll.contracts.rollout import GroupManifest
+from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
+from everroll.contracts.rollout import GroupManifest, GroupResult
 from everroll.contracts.spec import TrainSection
 from everroll.sessions.digest import digest_samples
 from everroll.sessions.reading import RecordedSession
@@ -681,6 +681,162 @@ def test_histories_that_did_not_happen(
     breach = next(breach for breach in report.breaches if breach.message == text)
     assert breach.invariant is invariant
     assert {name: value for name, value in breach.model_dump().items() if name in where} == where
+
+
+def tell_otherwise(**update: object) -> Callable[[Tampered], None]:
+    """The run's own result counts otherwise."""
+
+    def tamper(source: Tampered) -> None:
+        def change(history: RunHistory) -> RunHistory:
+            assert history.result is not None
+            return dataclasses.replace(history, result=history.result.model_copy(update=update))
+
+        source.change_run = change
+
+    return tamper
+
+
+@pytest.mark.parametrize(
+    ("update", "name", "values"),
+    [
+        ({"trained_groups": 5}, "trained", ("4", "5")),
+        ({"dropped_groups": {"agent": 1}}, "dropped", ("{}", "{'agent': 1}")),
+    ],
+)
+def test_a_result_that_counts_otherwise(
+    finished: FinishedRun, update: dict[str, object], name: str, values: tuple[str, str]
+) -> None:
+    (breach,) = audit_tampered(finished, tell_otherwise(**update)).breaches
+    assert breach.message == f"the run's result tells of other groups {name} than its history"
+    assert (breach.expected, breach.found) == values
+
+
+def cut_before_step_2(events: list[Any]) -> list[Any]:
+    return events[: next(i for i, one in enumerate(events) if isinstance(one, StepScheduled) and one.request.step == 2)]
+
+
+def reopen(change: Callable[[list[Any]], list[Any]]) -> Callable[[Tampered], None]:
+    """The history as it was when the run was open."""
+
+    def tamper(source: Tampered) -> None:
+        def edit(history: RunHistory) -> RunHistory:
+            (generation,) = history.generations
+            generation = dataclasses.replace(generation, events=change(list(generation.events)))
+            return dataclasses.replace(history, state="running", result=None, generations=[generation])
+
+        source.change_run = edit
+
+    return tamper
+
+
+def test_a_dropped_group_that_is_on_record_as_trainable(finished: FinishedRun) -> None:
+    """Group 3 has not been trained yet, and the run was told that it was dropped."""
+
+    def drop(events: list[Any]) -> list[Any]:
+        result = GroupResult(group=3, dropped=Cause(kind=CauseKind.AGENT, message="it failed"))
+        before = [event for event in cut_before_step_2(events) if not isinstance(event, Settled) or event.group != 3]
+        return [*before, Settled(3, result)]
+
+    breaches = audit_tampered(finished, reopen(drop)).breaches
+    breach = next(breach for breach in breaches if "dropped group is on record" in breach.message)
+    assert (breach.group, breach.expected, breach.found) == (3, "dropped: agent", "trainable")
+
+
+def test_a_manifest_that_holds_another_groups_episodes(finished: FinishedRun) -> None:
+    """Where the group's history is gone, the manifest itself must still be about the group."""
+    first = finished.manifests()[1]
+
+    def tamper(source: Tampered) -> None:
+        def lose(history: GroupHistory) -> GroupHistory:
+            raise HistoryGoneError("gone")
+
+        source.change_group = lose
+        source.change_manifest = lambda manifest: (
+            manifest.model_copy(update={"outcomes": first.outcomes}) if manifest.group == 2 else manifest
+        )
+
+    breaches = audit_tampered(finished, tamper).breaches
+    assert {(breach.invariant, breach.group, breach.message) for breach in breaches} == {
+        (Invariant.VERDICTS, 2, "the outcome is another episode's")
+    }
+
+
+def let_go_of_samples(source: Tampered) -> None:
+    """As if the run had been started with `train.keep_samples = "replay"`."""
+
+    def change(history: RunHistory) -> RunHistory:
+        train = history.spec.train.model_copy(update={"keep_samples": "replay"})
+        spec = history.spec.model_copy(update={"train": train})
+        (generation,) = history.generations
+        events = [
+            dataclasses.replace(event, request=event.request.model_copy(update={"train": train}))
+            if isinstance(event, StepScheduled)
+            else event
+            for event in generation.events
+        ]
+        return dataclasses.replace(
+            history, spec=spec, generations=[dataclasses.replace(generation, spec=spec, events=events)]
+        )
+
+    source.change_run = change
+
+
+def test_what_retention_lets_go_of_and_what_it_keeps(tampered: FinishedRun) -> None:
+    """Samples go up to the oldest checkpoint that is kept; the others, and all manifests, must be there."""
+    manifests = tampered.manifests()
+    for manifest in manifests:
+        for outcome in manifest.outcomes:
+            assert outcome.samples is not None
+            (tampered.store.root / outcome.samples.blob.uri).unlink()
+    breaches = audit_tampered(tampered, let_go_of_samples).breaches
+    assert {breach.step for breach in breaches} == {1, 2}, "a resume may start from checkpoint 0"
+    shutil.rmtree(tampered.run_dir / "checkpoints" / "step_000000")
+    breaches = audit_tampered(tampered, let_go_of_samples).breaches
+    assert {(breach.invariant, breach.step) for breach in breaches} == {(Invariant.TOKENS, 2)}
+    shutil.rmtree(tampered.run_dir / "checkpoints" / "step_000001")
+    report = audit_tampered(tampered, let_go_of_samples)
+    assert report.breaches == []
+    assert any("samples that are gone" in note for note in report.notes)
+    next((tampered.store.root / "audited" / "groups" / "00000003").glob("*.json")).unlink()
+    report = audit_tampered(tampered, let_go_of_samples)
+    (breach,) = report.breaches
+    assert (breach.step, breach.group) == (2, 3)
+    assert "cannot read" in breach.message
+    verdicts = next(line for line in report.checks if line.what == "trained episodes have a verdict")
+    assert verdicts.num_checked == 8, "the group's history still tells what was stored"
+
+
+# The run's directory, where the history knows less than it
+
+
+def test_an_open_run_whose_directory_is_ahead_of_its_history(finished: FinishedRun) -> None:
+    """Between the two readings a step was taken: what the history does not know of is left out."""
+
+    report = audit_tampered(finished, reopen(cut_before_step_2))
+    assert [str(breach) for breach in report.breaches] == []
+    assert (report.num_steps, report.num_episodes) == (1, 4)
+
+
+def take_no_step(run_id: str | None) -> Callable[[Tampered], None]:
+    """The run ended before its first step."""
+
+    def tamper(source: Tampered) -> None:
+        def change(history: RunHistory) -> RunHistory:
+            (generation,) = history.generations
+            early = dataclasses.replace(generation, events=[], run_id=run_id or generation.run_id)
+            return dataclasses.replace(history, state="failed", result=None, generations=[early])
+
+        source.change_run = change
+
+    return tamper
+
+
+def test_steps_on_disk_of_a_run_that_took_none(finished: FinishedRun) -> None:
+    breaches = audit_tampered(finished, take_no_step(None)).breaches
+    assert {breach.step for breach in breaches if "never asked for" in breach.message} == {1, 2}
+    report = audit_tampered(finished, take_no_step("another"))
+    assert report.breaches == []
+    assert any("belongs to an earlier run of this name" in note for note in report.notes)
 
 
 def sample_reference(run: FinishedRun, group: int, member: int) -> Any:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 import pytest
 
+from everroll.audit.evidence import RunHistory
 from everroll.audit.histories import HistoryReader
 from everroll.audit.report import AuditInputError, Findings
 from everroll.audit.settlement import Account, settle_groups
@@ -50,8 +52,22 @@ async def test_an_overlapped_run_over_several_executions(
     }
     assert dropped == result.dropped_groups
     assert dropped["agent"] > 0
+    tell_of_another_drop(history)
     trained = [[item.group for item in request.batch] for request in simulation.trained]
     assert [[item.group for item in account.requests[step].batch] for step in sorted(account.requests)] == trained
+
+
+def tell_of_another_drop(history: RunHistory) -> None:
+    """What is carried on counts the dropped groups by cause, and that is compared."""
+    second = history.generations[1]
+    assert second.start is not None
+    counts = second.start.dropped_groups
+    start = second.start.model_copy(update={"dropped_groups": {**counts, "data": counts.get("data", 0) + 1}})
+    generations = [history.generations[0], dataclasses.replace(second, start=start), *history.generations[2:]]
+    findings = Findings()
+    settle_groups(dataclasses.replace(history, generations=generations), findings)
+    (breach,) = findings.breaches
+    assert "took over other groups dropped than" in breach.message
 
 
 async def test_an_open_run_is_accounted_for_up_to_now(client: EverrollClient, run_name: str, task_queue: str) -> None:

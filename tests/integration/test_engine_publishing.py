@@ -177,6 +177,19 @@ async def test_an_engine_that_dies_while_it_loads_is_away() -> None:
         assert caught.value.trouble == "unreachable"
 
 
+@pytest.mark.parametrize(("tells_pause", "version"), [(True, 17), (True, 0), (False, 0)])
+async def test_an_engine_that_is_back_before_anybody_missed_it_is_told_again(tells_pause: bool, version: int) -> None:
+    """It died while it loaded, behind a balancer that takes connections for it; nobody ever refused one."""
+    server = run_wire_server(SGLANG, load_seconds=600, tells_pause=tells_pause)
+    async with server as engine, run_fault_proxy(engine.url) as proxy:
+        publishing = asyncio.ensure_future(Attempt().publish([proxy.url], seconds=600))
+        await wait_for_loads(engine, 1)
+        engine.start_anew(version)
+        proxy.break_connections()
+        await asyncio.wait_for(publishing, 60)
+        assert (engine.version, engine.paused, len(engine.loads)) == (18, False, 2)
+
+
 async def test_an_engine_that_never_gets_there_is_no_endless_wait() -> None:
     async with run_wire_server(SGLANG, load_seconds=60) as server:
         with pytest.raises(WeightUpdateError, match="long ago and still serves version 17") as caught:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import socket
 import stat
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -14,8 +16,10 @@ import pytest
 
 from everroll.local.control import stop_stack
 from everroll.local.identity import is_running
+from everroll.local.process import ProcessSpec
 from everroll.local.readiness import HttpReady
 from everroll.local.state import StackDirectory, StackError, StackPhase
+from everroll.local.supervisor import Supervisor
 from tests.local_helpers import (
     is_any_running,
     is_up,
@@ -80,6 +84,30 @@ def test_crash_loop_ends_with_the_tail_of_the_log(directory: StackDirectory) -> 
     assert "this one is broken" in output.partition("does not come up")[2]
     assert not directory.is_locked()
     assert directory.read_state() is None
+
+
+@dataclass(frozen=True)
+class FileThere:
+    path: Path
+
+    async def is_ready(self, pid: int) -> bool:
+        return self.path.exists()
+
+
+async def test_what_starts_early_loads_while_an_earlier_stage_does(tmp_path: Path) -> None:
+    """The first stage serves only once the process of the second has begun: in turn, neither would."""
+    write = (sys.executable, "-c", "import pathlib, time; pathlib.Path('begun').touch(); time.sleep(600)")
+    sleep = (sys.executable, "-c", "import time; time.sleep(600)")
+    ready = FileThere(tmp_path / "begun")
+    specs = [
+        ProcessSpec(name="slow", argv=sleep, ready=ready, stage=0, cwd=tmp_path),
+        ProcessSpec(name="early", argv=write, ready=ready, stage=1, early_stage=0, cwd=tmp_path),
+    ]
+    supervisor = Supervisor(specs, tmp_path, print, lambda: None)
+    try:
+        await asyncio.wait_for(supervisor.start(), 60)
+    finally:
+        await supervisor.stop()
 
 
 def test_taken_port_is_replaced(directory: StackDirectory) -> None:

@@ -1,9 +1,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 import sys
+import threading
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +59,37 @@ async def test_what_an_agent_raises_is_an_agent_error(episode: Episode) -> None:
     with pytest.raises(AgentError, match="KeyError: 'tool'") as caught:
         await run_agent(AgentSpec(function="tests.unit.test_agents:raising_agent"), episode)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+async def test_an_agent_is_imported_once_and_beside_the_event_loop(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, episode: Episode
+) -> None:
+    """What it needs may take many seconds to import; heartbeats go on meanwhile."""
+    gate = types.ModuleType("import_gate")
+    gate.began, gate.may_end, gate.times = threading.Event(), threading.Event(), []  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "import_gate", gate)
+    lines = ["import import_gate as gate", "gate.times.append(1)", "gate.began.set()"]
+    lines += ["assert gate.may_end.wait(20), 'the event loop waits for this import'", "run = lambda episode: 0.25"]
+    (tmp_path / "slow_to_import.py").write_text("\n".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = AgentSpec(function="slow_to_import:run")
+    playing = [asyncio.create_task(run_agent(spec, episode)) for _ in range(3)]
+    assert await asyncio.to_thread(gate.began.wait, 60)
+    gate.may_end.set()
+    assert [result.reward for result in await asyncio.gather(*playing)] == [0.25] * 3
+    assert gate.times == [1]
+
+
+async def test_an_agent_that_could_not_be_imported_is_tried_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, episode: Episode
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    spec = AgentSpec(function="comes_later:run")
+    with pytest.raises(ConfigurationError, match="comes_later"):
+        await run_agent(spec, episode)
+    (tmp_path / "comes_later.py").write_text("run = lambda episode: 0.5")
+    importlib.invalidate_caches()
+    assert (await run_agent(spec, episode)).reward == 0.5
 
 
 @pytest.mark.parametrize("path", ["no_such_package:run", "tests.unit.test_agents:nothing"])

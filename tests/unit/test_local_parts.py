@@ -76,6 +76,22 @@ def test_whole_stack_is_planned_from_a_model(tmp_path: Path) -> None:
     assert all("secret" not in argument for argv in planned.values() for argument in argv)
 
 
+def test_rollout_workers_load_beside_the_servers_that_they_wait_for(tmp_path: Path) -> None:
+    """Those that are started here only: a stack comes up whether or not an engine elsewhere does."""
+    here, elsewhere = (
+        make_options(tmp_path, model=ModelSection(path="m"), engine_urls=urls) for urls in ((), ("http://gpu:30000",))
+    )
+    waits = []
+    for options in (here, elsewhere):
+        specs = {spec.name: spec for spec in plan_processes(options, choose_addresses(options, int, print), "secret")}
+        rollout, session_server = specs["worker-rollout"], specs["session-server"]
+        assert rollout.early_stage == session_server.stage < rollout.stage
+        assert specs["worker-trainer"].early_stage is None
+        waits.append(rollout.env["EVERROLL_WAIT_FOR"])
+    sessions = "http://127.0.0.1:8810/health"
+    assert waits == [f"{sessions},http://127.0.0.1:8820/health", sessions]
+
+
 def test_without_a_model_and_with_engines_elsewhere(tmp_path: Path) -> None:
     assert "engine" not in plan(make_options(tmp_path))
     assert "session-server" not in plan(make_options(tmp_path))

@@ -134,7 +134,10 @@ class Sharded(DataParallel):
                 tensor = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
                 if targets:
                     targets[name].copy_(tensor)
-        return self._whole or policy
+        if self._whole is None:
+            return policy
+        self._whole.publish_dtype = policy.publish_dtype
+        return self._whole
 
     def lay_out(self, tensors: Mapping[str, Tensor], policy: Policy) -> dict[str, Tensor]:
         parameters = dict(policy.named_parameters())

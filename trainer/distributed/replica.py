@@ -39,6 +39,11 @@ class Replica:
         """Weight version in memory."""
         return None if self.state is None else self.state.version
 
+    @property
+    def device_type(self) -> str:
+        """`cpu`, `cuda`, ..."""
+        return self._loaded.policy.device.type
+
     def do(self, work: Work, on_progress: Progress) -> None:
         """Do a piece of work; all ranks do the same piece at the same time.
 
