@@ -33,6 +33,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("worker")
 _CONNECT_SECONDS = 60.0
+_WAIT_GRACE_SECONDS = 30.0
+"""The wait for servers ends by itself before; it may be in the middle of a question then."""
 _TOP_LEVEL = ("workflows", "activities", "worker", "trainer")
 
 
@@ -77,15 +79,15 @@ async def serve(role: Role, settings: WorkerSettings, ranks: Ranks | None = None
 async def _wait_for_servers(settings: WorkerSettings, stop: asyncio.Event) -> bool:
     """False if the worker was told to stop meanwhile."""
     urls = [url.strip() for url in settings.wait_for.split(",") if url.strip()]
-    waiting, stopping = (
-        asyncio.ensure_future(wait_for_servers(urls, settings.wait_seconds)),
-        asyncio.ensure_future(stop.wait()),
-    )
+    waiting = asyncio.ensure_future(wait_for_servers(urls, settings.wait_seconds))
+    stopping = asyncio.ensure_future(stop.wait())
     try:
-        await asyncio.wait([waiting, stopping], return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            await waiting
-        return not stop.is_set()
+        limit = settings.wait_seconds + _WAIT_GRACE_SECONDS
+        await asyncio.wait([waiting, stopping], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+        if stop.is_set():
+            return False
+        await waiting
+        return True
     finally:
         for task in (waiting, stopping):
             task.cancel()

@@ -102,4 +102,4 @@ async def test_it_can_be_stopped_while_it_waits(
 async def test_it_gives_up_by_name(server: Server) -> None:
     with pytest.raises(ConnectionError, match=rf"{server.url} .EVERROLL_WAIT_FOR.: it answers 503"):
         await wait_for_servers([server.url], 0.2)
-    assert server.num_asked > 1
+    assert server.num_asked >= 1
