@@ -67,7 +67,7 @@ class AgentClients:
         """
         known = self._functions.get(path)
         if known is None or (known.done() and (known.cancelled() or known.exception() is not None)):
-            known = self._functions[path] = asyncio.create_task(asyncio.to_thread(load_agent_function, path))
+            known = self._functions[path] = asyncio.create_task(_import_agent(path))
         return await asyncio.shield(known)
 
     def get_openai(self) -> AsyncOpenAI:
@@ -164,9 +164,22 @@ def load_agent_function(path: str) -> Callable[[Episode], Any]:
             f"agent function {path!r} cannot be imported by this worker: {error}. Is its package installed, or in the "
             f"directory that the worker was started from?"
         ) from error
+    except (Exception, SystemExit) as error:
+        raise ConfigurationError(
+            f"agent function {path!r} cannot be imported by this worker: its module raised {type(error).__name__}: {error}"
+        ) from error
     if not callable(target):
         raise ConfigurationError(f"agent function {path!r} is not callable")
     return target  # type: ignore[no-any-return]
+
+
+async def _import_agent(path: str) -> Callable[[Episode], Any]:
+    try:
+        return await asyncio.to_thread(load_agent_function, path)
+    except ConfigurationError as error:
+        if not isinstance(error.__cause__, (ValueError, RuntimeError)):
+            raise
+    return load_agent_function(path)  # signal handlers and event loops can be set up in the main thread only
 
 
 async def run_agent(spec: AgentSpec, episode: Episode) -> AgentResult:

@@ -67,12 +67,11 @@ async def serve(role: Role, settings: WorkerSettings, ranks: Ranks | None = None
     if ranks is not None:
         ranks.when_lost(lambda: _set_from_thread(loop, stop))
     async with build_worker(role, client.temporal, settings, ranks) as worker:
-        if not await _wait_for_servers(settings, stop):
-            return 0
-        async with worker:
-            logger.info("worker ready: %s on %s", role.value, worker.task_queue)
-            await stop.wait()
-            logger.info("worker stopping")
+        if await _wait_for_servers(settings, stop):
+            async with worker:
+                logger.info("worker ready: %s on %s", role.value, worker.task_queue)
+                await stop.wait()
+                logger.info("worker stopping")
     return 1 if ranks is not None and ranks.lost else 0
 
 
@@ -86,6 +85,8 @@ async def _wait_for_servers(settings: WorkerSettings, stop: asyncio.Event) -> bo
         await asyncio.wait([waiting, stopping], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
         if stop.is_set():
             return False
+        if not waiting.done():
+            raise ConnectionError(f"waited {limit:g} s for {settings.wait_for} (EVERROLL_WAIT_FOR)")
         await waiting
         return True
     finally:

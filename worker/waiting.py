@@ -36,7 +36,8 @@ async def wait_for_servers(urls: Sequence[str], seconds: float) -> None:
 
 async def _find_trouble(client: httpx.AsyncClient, url: str) -> str | None:
     try:
-        status = (await client.get(url)).status_code
-    except httpx.TransportError as error:
+        async with asyncio.timeout(_ASK_SECONDS):
+            status = (await client.get(url)).status_code
+    except (httpx.TransportError, TimeoutError) as error:
         return f"{type(error).__name__}: {error}"
     return None if status == 200 else f"it answers {status}"

@@ -194,9 +194,13 @@ class SessionCore:
             if session.attempts[index] == NO_ATTEMPT:
                 await self._touch(session, index)
         elif not answer.replayed and index not in session.arrived and session.record.released_at is None:
-            session.attempts[index] = NO_ATTEMPT  # first, so that another client's arrival meanwhile takes it back
-            with self._held.forgetting(session):
-                await self._journal.disown_turn(session.claim, index)
+            await self._disown(session, index)
+
+    async def _disown(self, session: Session, index: int) -> None:
+        """Nobody has received it."""
+        session.attempts[index] = NO_ATTEMPT  # first, so that another client's arrival meanwhile takes it back
+        with self._held.forgetting(session):
+            await self._journal.disown_turn(session.claim, index)
 
     async def count_prompt_tokens(self, session_id: str, request: ChatRequest) -> int:
         """Tokens of the prompt that a request would be sampled from.
@@ -238,9 +242,12 @@ class SessionCore:
             with self._held.forgetting(session):
                 await self._journal.set_sealed(session.claim, session.record.attempt)
         trouble = await self.engine_trouble(session_id)
+        answered = set(session.turns)
         await self._flights.cancel(session_id)
         session = await self._held.get(session_id)  # a call that was given up may have left a turn in the journal alone
         session.engine_trouble = trouble
+        for index in sorted(session.turns.keys() - answered):
+            await self._disown(session, index)
 
     async def collect(
         self, session_id: str, max_seq_len: int | None, metadata: dict[str, Any]

@@ -15,6 +15,8 @@ from everroll.contracts.outcomes import CauseKind
 from everroll.contracts.rollout import CollectRequest, EpisodeKey
 from everroll.sessions.client import CollectedSamples
 from everroll.sessions.digest import digest_samples
+from everroll.sessions.journal import Journal
+from everroll.sessions.records import Claim, Turn
 from everroll.tokens.renderer import ChatRenderer, load_renderer
 from tests.session_helpers import (
     ADMIN_KEY,
@@ -129,3 +131,25 @@ async def test_a_call_under_way_is_given_up_and_stays_known(stack: Stack) -> Non
     assert [entry.engine_trouble and entry.engine_trouble.kind for entry in collected] == [CauseKind.ENGINE] * 2
     assert collected[0].body == collected[1].body
     assert await stack.num_turns() == 1
+
+
+async def test_a_call_that_is_given_up_while_its_turn_is_written_is_not_trained(
+    stack: Stack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal has it; no agent does."""
+    handle = await stack.open()
+    reply = await stack.chat(handle, USER)
+    before = await collect(stack, seal=False)
+    append, written = Journal.append_turn, asyncio.Event()
+
+    async def append_and_hang(journal: Journal, claim: Claim, turn: Turn, attempt: int) -> None:
+        await append(journal, claim, turn, attempt)
+        written.set()
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(Journal, "append_turn", append_and_hang)
+    left = asyncio.create_task(stack.post(handle, USER, reply, LATE))
+    await asyncio.wait_for(written.wait(), 60)
+    assert (await collect(stack)).body == before.body
+    assert is_refused(await asyncio.wait_for(left, 60))
+    assert await stack.num_turns() == 2, "it stays on record"

@@ -80,6 +80,34 @@ async def test_an_agent_is_imported_once_and_beside_the_event_loop(
     assert gate.times == [1]
 
 
+@pytest.mark.parametrize(
+    ("line", "text"),
+    [
+        ("raise SystemExit(3)", "SystemExit: 3"),
+        ("raise RuntimeError('no license')", "RuntimeError: no license"),
+        ("1 / 0", "ZeroDivisionError"),
+    ],
+)
+async def test_a_module_that_raises_while_it_is_imported(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, episode: Episode, line: str, text: str
+) -> None:
+    """It fails the run by name, and ends no worker."""
+    (tmp_path / "raising_agent.py").write_text(line)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "raising_agent", raising=False)
+    with pytest.raises(ConfigurationError, match=text):
+        await run_agent(AgentSpec(function="raising_agent:run"), episode)
+
+
+async def test_a_module_that_wants_the_main_thread_gets_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, episode: Episode
+) -> None:
+    lines = ["import signal", "signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))"]
+    (tmp_path / "wants_main_thread.py").write_text("\n".join([*lines, "run = lambda episode: 0.5"]))
+    monkeypatch.syspath_prepend(tmp_path)
+    assert (await run_agent(AgentSpec(function="wants_main_thread:run"), episode)).reward == 0.5
+
+
 async def test_an_agent_that_could_not_be_imported_is_tried_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, episode: Episode
 ) -> None:
