@@ -165,9 +165,8 @@ def load_agent_function(path: str) -> Callable[[Episode], Any]:
             f"directory that the worker was started from?"
         ) from error
     except (Exception, SystemExit) as error:
-        raise ConfigurationError(
-            f"agent function {path!r} cannot be imported by this worker: its module raised {type(error).__name__}: {error}"
-        ) from error
+        reason = f"its module raised {type(error).__name__}: {error}"
+        raise ConfigurationError(f"agent function {path!r} cannot be imported by this worker: {reason}") from error
     if not callable(target):
         raise ConfigurationError(f"agent function {path!r} is not callable")
     return target  # type: ignore[no-any-return]
