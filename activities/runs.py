@@ -11,6 +11,7 @@ from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import ApplicationError, CancelledError, FailureError, TerminatedError
 
 from activities.claims import plan_claim, take_claim
+from activities.engine_owners import EngineOwners
 from activities.heartbeats import heartbeating
 from activities.preflight import Preflight
 from everroll.contracts import names
@@ -32,8 +33,9 @@ _MAX_RESULTS = 32
 class RunActivities:
     """Checks before the first episode that everything a run needs is there."""
 
-    def __init__(self, preflight: Preflight) -> None:
+    def __init__(self, preflight: Preflight, owners: EngineOwners) -> None:
         self._preflight = preflight
+        self._owners = owners
 
     @activity.defn(name=names.PREPARE_RUN)
     async def prepare_run(self, request: PrepareRunRequest) -> PrepareRunResult:
@@ -45,6 +47,7 @@ class RunActivities:
             claim = await asyncio.to_thread(plan_claim, request)
             goes_on = request.resume is not None
             patience = claim.spec.rollout.abort_budget.dead_seconds if goes_on else 0.0
+            await self._owners.check(claim.spec)
             dataset = await self._preflight.check(claim.spec, patience)
             reference = _build_reference(claim.spec, dataset)
             await asyncio.to_thread(take_claim, claim, reference, request)

@@ -7,10 +7,11 @@ can be asked of it in `client_steering`.
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 
 from temporalio.api.enums.v1 import IndexedValueType
 from temporalio.api.operatorservice.v1 import AddSearchAttributesRequest, ListSearchAttributesRequest
-from temporalio.client import Client, WorkflowFailureError
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowFailureError
 from temporalio.common import SearchAttributeKey, WorkflowIDConflictPolicy, WorkflowIDReusePolicy
 from temporalio.exceptions import WorkflowAlreadyStartedError
 from temporalio.service import RPCError
@@ -29,6 +30,7 @@ from everroll.client_steering import RunSteering, build_resume, name_person
 from everroll.contracts import names
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import ForkOrigin, ResumeRequest, TrainingRunRequest, TrainingRunResult
+from everroll.run_record import RECORD_FILE
 from everroll.temporal import build_plugin
 
 __all__ = [
@@ -102,9 +104,9 @@ class EverrollClient(RunReader, RunSteering):
             RunExistsError: the name has been used.
         """
         try:
-            await self._begin(spec, TrainingRunRequest(spec=spec), WorkflowIDReusePolicy.REJECT_DUPLICATE)
+            await self._begin(spec, TrainingRunRequest(spec=spec), _choose_reuse(spec))
         except WorkflowAlreadyStartedError as error:
-            raise RunExistsError(f"a run named {spec.run.name!r} exists already; choose another run.name") from error
+            raise RunExistsError(await self._describe_existing(spec.run.name, "run.name")) from error
 
     async def resume_ended(self, spec: RunSpec, resume: ResumeRequest) -> None:
         """Go on with a run that has ended, from what lies in its directory: nothing that is settled runs again.
@@ -129,9 +131,16 @@ class EverrollClient(RunReader, RunSteering):
         """
         request = TrainingRunRequest(spec=spec, resume=resume, fork=origin)
         try:
-            await self._begin(spec, request, WorkflowIDReusePolicy.REJECT_DUPLICATE)
+            await self._begin(spec, request, _choose_reuse(spec))
         except WorkflowAlreadyStartedError as error:
-            raise RunExistsError(f"a run named {spec.run.name!r} exists already; choose another --name") from error
+            raise RunExistsError(await self._describe_existing(spec.run.name, "--name")) from error
+
+    async def _describe_existing(self, run: str, option: str) -> str:
+        found = await self._describe(self.handle(run), run)
+        text = f"a run named {run!r} exists already"
+        if found.status is WorkflowExecutionStatus.RUNNING:
+            return f"{text}, and goes on; see `everroll status {run}`, or choose another {option}"
+        return f"{text} and has ended; go on with it by `everroll resume {run}`, or choose another {option}"
 
     async def _begin(self, spec: RunSpec, request: TrainingRunRequest, reuse: WorkflowIDReusePolicy) -> None:
         await self.temporal.start_workflow(
@@ -179,3 +188,11 @@ def _describe_connect_error(error: RuntimeError) -> str:
         "imed out": "it did not answer in time",
     }
     return next((words for part, words in known.items() if part in text), text.splitlines()[0][:200])
+
+
+def _choose_reuse(spec: RunSpec) -> WorkflowIDReusePolicy:
+    """A run that was refused before it began leaves nothing in its directory, and its name is free again."""
+    root = Path(spec.run.output_dir)
+    if not root.parent.is_dir() or (root / spec.run.name / RECORD_FILE).exists():  # or it lies on another machine
+        return WorkflowIDReusePolicy.REJECT_DUPLICATE
+    return WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY

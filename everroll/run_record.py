@@ -30,6 +30,8 @@ from everroll.failures import ConfigurationError
 from everroll.records import append_once
 from everroll.store import write_durably
 
+RECORD_FILE = "run.json"
+"""In a run's directory, once it has begun."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -63,7 +65,7 @@ class RunRecordDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._run = root / "run.json"
+        self._run = root / RECORD_FILE
         self._settled = root / "settled"
         self._steering = root / "steering.jsonl"
         self._curriculum = root / "curriculum.jsonl"

@@ -16,6 +16,7 @@ import httpx
 import pytest
 
 from activities.collection import CollectionActivities, store_group
+from activities.engine_owners import EngineOwners
 from activities.episodes import EpisodeActivities
 from activities.preflight import Preflight
 from activities.runs import RunActivities
@@ -116,7 +117,7 @@ async def open_world(
         engine_session = await resources.enter_async_context(aiohttp.ClientSession())
         episodes = EpisodeActivities(AgentClients(http), DatasetCache(), ADMIN_KEY)
         collection = CollectionActivities(http, ADMIN_KEY)
-        runs = RunActivities(Preflight(http, engine_session, ADMIN_KEY))
+        runs = RunActivities(Preflight(http, engine_session, ADMIN_KEY), EngineOwners(client.temporal))
         simulation = Simulation(
             dataset=dataset,
             rollout_activities=[episodes.run_episode, collection.collect_samples],

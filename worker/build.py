@@ -17,6 +17,7 @@ from activities.batches import read_batch, record_batch
 from activities.boundary import BoundaryInterceptor
 from activities.collection import CollectionActivities, store_group
 from activities.curriculum import CurriculumActivities
+from activities.engine_owners import EngineOwners
 from activities.episodes import EpisodeActivities
 from activities.evaluation import EvaluationActivities, finish_evaluation, open_evaluation, store_episodes
 from activities.preflight import Preflight
@@ -76,7 +77,7 @@ def build_deployment_config(settings: WorkerSettings) -> WorkerDeploymentConfig 
 @contextlib.asynccontextmanager
 async def _workflow_worker(client: Client, settings: WorkerSettings) -> AsyncIterator[Worker]:
     async with build_http_client() as http, open_client_session(api_key=settings.engine_api_key) as engine_session:
-        runs = RunActivities(Preflight(http, engine_session, settings.admin_key))
+        runs = RunActivities(Preflight(http, engine_session, settings.admin_key), EngineOwners(client))
         groups = GroupActivities(client)
         directories = RunDirectoryActivities(client)
         health = HealthActivities(client, http)

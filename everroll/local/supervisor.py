@@ -144,10 +144,13 @@ class Supervisor:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def _starting_with(self, stage: int) -> list[Keeper]:
-        specs = [(keeper, keeper.spec) for keeper in self.keepers]
-        return [
-            keeper for keeper, spec in specs if stage == (spec.stage if spec.early_stage is None else spec.early_stage)
-        ]
+        """Whose turn it is, early or not, and who does not run yet: the stage that they begin with may be empty."""
+
+        def first(spec: ProcessSpec) -> int:
+            return spec.stage if spec.early_stage is None else spec.early_stage
+
+        waiting = [keeper for keeper in self.keepers if keeper.spec.name not in self._tasks]
+        return [keeper for keeper in waiting if first(keeper.spec) <= stage]
 
     def _stage(self, stage: int) -> list[Keeper]:
         return [keeper for keeper in self.keepers if keeper.spec.stage == stage]

@@ -18,7 +18,7 @@ from everroll.local.control import stop_stack
 from everroll.local.identity import is_running
 from everroll.local.process import ProcessSpec
 from everroll.local.readiness import HttpReady
-from everroll.local.state import StackDirectory, StackError, StackPhase
+from everroll.local.state import ProcessPhase, StackDirectory, StackError, StackPhase
 from everroll.local.supervisor import Supervisor
 from tests.local_helpers import (
     is_any_running,
@@ -94,18 +94,21 @@ class FileThere:
         return self.path.exists()
 
 
-async def test_what_starts_early_loads_while_an_earlier_stage_does(tmp_path: Path) -> None:
-    """The first stage serves only once the process of the second has begun: in turn, neither would."""
+@pytest.mark.parametrize("early_stage", [0, 1])
+async def test_what_starts_early_loads_while_an_earlier_stage_does(tmp_path: Path, early_stage: int) -> None:
+    """The first stage serves only once the process of the last has begun: in turn, neither would. Without a model the
+    stage that workers begin with is empty."""
     write = (sys.executable, "-c", "import pathlib, time; pathlib.Path('begun').touch(); time.sleep(600)")
     sleep = (sys.executable, "-c", "import time; time.sleep(600)")
     ready = FileThere(tmp_path / "begun")
     specs = [
-        ProcessSpec(name="slow", argv=sleep, ready=ready, stage=0, cwd=tmp_path),
-        ProcessSpec(name="early", argv=write, ready=ready, stage=1, early_stage=0, cwd=tmp_path),
+        ProcessSpec(name="slow", argv=sleep if early_stage == 0 else write, ready=ready, stage=0, cwd=tmp_path),
+        ProcessSpec(name="early", argv=write, ready=ready, stage=2, early_stage=early_stage, cwd=tmp_path),
     ]
     supervisor = Supervisor(specs, tmp_path, print, lambda: None)
     try:
         await asyncio.wait_for(supervisor.start(), 60)
+        assert [keeper.state.phase for keeper in supervisor.keepers] == [ProcessPhase.HEALTHY] * 2
     finally:
         await supervisor.stop()
 
