@@ -87,6 +87,7 @@ class _Fold:
         if generation.start is not None and self._restored:
             plays = self._history.spec.run.mode != "train"
             self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings, plays=plays)
+            self._settled_last.clear()
             self._skipping = set(generation.start.skipping)
             self._totals.begin(generation.start, self.account.fates)
             self._restored = False
