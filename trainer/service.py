@@ -284,7 +284,12 @@ class Trainer:
 
     def _save_checkpoint(self, run: RunDirectory, policy: Policy, step: int, record: AppliedStep | None) -> Manifest:
         about = TrainerState(
-            step=step, num_threads=torch.get_num_threads(), num_processes=self._ranks.size, record=record
+            step=step,
+            num_threads=torch.get_num_threads(),
+            num_processes=self._ranks.size,
+            record=record,
+            model_dtype=policy.model_dtype,
+            publish_dtype=policy.publish_dtype,
         )
         return save_checkpoint(
             run, policy, about, lambda directory: self._ranks.do(SaveOptimizer(directory=str(directory)), _ignore)
