@@ -264,6 +264,7 @@ class Trainer:
             mark=request.mark,
             parent_sha256=self._parent_sha256,
             device=self._replica.device_type,
+            num_threads=torch.get_num_threads(),
         )
         if request.step % request.train.checkpoint_every == 0:
             record = _seal_checkpoint(record, self._save_checkpoint(run, policy, request.step, record))
