@@ -63,6 +63,10 @@ class TrainerState(Payload):
     """Processes that trained it: another number, too, changes the last bits."""
     record: AppliedStep | None = None
     """The record of its step; None for step 0."""
+    model_dtype: str | None = None
+    """What the starting model's configuration names; this one names what was published. None in earlier versions."""
+    publish_dtype: str | None = None
+    """Of the weights that its step published; None in earlier versions."""
 
 
 class LoadedState:
@@ -194,14 +198,15 @@ def begin_state(model: ModelSection, train: TrainSection, seed: int, placement: 
 def load_checkpoint(
     run: RunDirectory, about: TrainerState, train: TrainSection, placement: Placement = ALONE
 ) -> LoadedState:
-    """Load what `find_checkpoint` found.
+    """Load what `find_checkpoint` found: at that version, it publishes in the type that the version was published in.
 
     Raises:
         CheckpointError: it cannot be loaded.
     """
     directory = run.checkpoint(about.step)
     _warn_of_other_arithmetic(directory, about, placement.size)
-    policy = load_policy(directory, train)
+    policy = load_policy(directory, train, model_dtype=about.model_dtype)
+    policy.publish_dtype = about.publish_dtype or policy.publish_dtype
     forward = placement.place(policy)
     optimizer = build_optimizer(policy, train)
     import_optimizer_state(optimizer, policy, _load_optimizer(directory, policy, placement))

@@ -38,7 +38,7 @@ class Policy:
         self.model = model.to(device)
         self.device = device
         self._lora = train.lora
-        self._model_dtype = model_dtype
+        self.model_dtype = model_dtype
         _own_parameters(self.model)
         _disable_dropout(self.model)
         self.vocab_size: int = model.get_output_embeddings().weight.shape[0]
@@ -53,7 +53,7 @@ class Policy:
             CheckpointError: `padding_free = "on"`, and the model does not allow it.
         """
         self._dtype = _DTYPES[train.dtype]
-        self.publish_dtype = self._model_dtype if train.publish_dtype == "model" else train.publish_dtype
+        self.publish_dtype = self.model_dtype if train.publish_dtype == "model" else train.publish_dtype
         if train.padding_free == "on" and self._packing_obstacle is not None:
             raise CheckpointError(
                 f'train.padding_free = "on": {type(self.model).__name__} does not allow it: {self._packing_obstacle}'
@@ -118,9 +118,10 @@ class Policy:
         _save(self.model, directory, lora.base_state(self.model), self.publish_dtype)
 
 
-def load_policy(directory: Path, train: TrainSection, seed: int = 0) -> Policy:
+def load_policy(directory: Path, train: TrainSection, seed: int = 0, model_dtype: str | None = None) -> Policy:
     """Load a causal LM from a directory in Hugging Face layout.
 
+    `model_dtype` is the type that the configuration of the run's starting model names; None if this is that model.
     With `train.lora.rank` above 0 it has adapters: those of the directory, or fresh ones, random by `seed`.
 
     Raises:
@@ -131,7 +132,7 @@ def load_policy(directory: Path, train: TrainSection, seed: int = 0) -> Policy:
     if train.lora.rank > 0 or lora.holds_adapters(directory):
         _own_parameters(model)
         lora.add_adapters(model, directory, train.lora, seed)
-    return Policy(model, device, train, _read_dtype(directory))
+    return Policy(model, device, train, model_dtype or _read_dtype(directory))
 
 
 def load_model(directory: Path) -> Any:

@@ -8,6 +8,7 @@ directories are renamed before they are deleted, and samples go before the reque
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 from pydantic import ValidationError
 
@@ -50,9 +51,12 @@ def _prune_checkpoints(run: RunDirectory, train: TrainSection) -> int | None:
 
 
 def _remove_samples(run: RunDirectory, step: int) -> None:
-    """The samples of a trained step, then its request. Manifests stay: they are small, and say what was trained."""
+    """The samples of a trained step, then its request. Manifests stay: they are small, and say what was trained.
+
+    A fork's first requests are copies that name the run it comes from, whose samples they are: those stay.
+    """
     request = run.read_request(step)
-    if request is not None:
+    if request is not None and Path(request.run_dir).resolve() == run.root.resolve():
         _remove_blobs(request)
     run.remove_request(step)
 

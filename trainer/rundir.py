@@ -45,6 +45,8 @@ class AppliedStep(Payload):
     """Of each file of the step's checkpoint, where one was written; the copy inside the checkpoint has None."""
     device: str | None = None
     """Kind of device that trained it: `cpu`, `cuda`, ... Only on a CPU does the same batch give the same bits."""
+    num_threads: int | None = None
+    """CPU threads of each process that trained it: another number can change the last bits."""
 
 
 class RunDirectory:

@@ -20,6 +20,7 @@ from typing import Literal
 
 import torch
 
+from everroll.contracts.spec import TrainSection
 from everroll.contracts.training import PrepareTrainerRequest, TrainRequest, TrainResult, Weights
 from trainer.checkpoint import (
     TrainerState,
@@ -178,12 +179,21 @@ class Trainer:
         about = find_checkpoint(run, newest=version)
         if about is None:
             raise CheckpointError(f"{run.root}: no complete checkpoint up to step {version}")
+        try:
+            self._go_on_from(run, about, version, request.train, on_progress)
+        except BaseException:
+            self._abandon()
+            raise
+
+    def _go_on_from(
+        self, run: RunDirectory, about: TrainerState, version: int, train: TrainSection, on_progress: Progress
+    ) -> None:
+        """After an exception the model in memory may be at a version whose weights nobody has compared."""
         on_progress(f"loading checkpoint {about.step}")
-        work = LoadCheckpoint(run_dir=str(run.root), step=about.step, train=request.train)
-        self._ranks.do(work, on_progress)
+        self._ranks.do(LoadCheckpoint(run_dir=str(run.root), step=about.step, train=train), on_progress)
         self._parent_sha256, self._num_differences = self._find_weights(run, about), 0
         for step in range(about.step + 1, version + 1):
-            self._num_differences += self._replay(run, step, request.train.on_replay_difference, on_progress)
+            self._num_differences += self._replay(run, step, train.on_replay_difference, on_progress)
 
     def _find_weights(self, run: RunDirectory, about: TrainerState) -> dict[str, str]:
         """Of the weights of a checkpoint that was loaded."""
@@ -212,7 +222,6 @@ class Trainer:
             return False
         text = f"{run.root}: step {step} trained again gave weights {hashes}, but {record.weights_sha256} are out"
         if on_difference == "fail":
-            self._abandon()
             raise ReplayDifferenceError(text)
         _LOGGER.error("%s", text)
         return True
@@ -255,6 +264,7 @@ class Trainer:
             mark=request.mark,
             parent_sha256=self._parent_sha256,
             device=self._replica.device_type,
+            num_threads=torch.get_num_threads(),
         )
         if request.step % request.train.checkpoint_every == 0:
             record = _seal_checkpoint(record, self._save_checkpoint(run, policy, request.step, record))
@@ -275,7 +285,12 @@ class Trainer:
 
     def _save_checkpoint(self, run: RunDirectory, policy: Policy, step: int, record: AppliedStep | None) -> Manifest:
         about = TrainerState(
-            step=step, num_threads=torch.get_num_threads(), num_processes=self._ranks.size, record=record
+            step=step,
+            num_threads=torch.get_num_threads(),
+            num_processes=self._ranks.size,
+            record=record,
+            model_dtype=policy.model_dtype,
+            publish_dtype=policy.publish_dtype,
         )
         return save_checkpoint(
             run, policy, about, lambda directory: self._ranks.do(SaveOptimizer(directory=str(directory)), _ignore)

@@ -214,6 +214,7 @@ class StepRecordFile(Payload):
     """Of the weights that the step was applied to; None in records of earlier versions."""
     checkpoint_sha256: dict[str, str] | None = None
     device: str | None = None
+    num_threads: int | None = None
 
 
 class SealedFile(Payload):

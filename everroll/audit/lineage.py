@@ -2,10 +2,12 @@
 
 After a lost trainer, steps since the newest checkpoint are trained again. On a CPU that gives the same weights; where
 it does not, the next step is applied to weights that nobody published, which its metrics say. A GPU promises no such
-thing: there it is noted, and the audit goes on.
+thing, nor do other numbers of processes or threads than the first time: there it is noted, and the audit goes on.
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
 
 from everroll.audit.account import Account
 from everroll.audit.evidence import RunFiles, SealedDirectory, StepRecordFile
@@ -14,6 +16,7 @@ from everroll.contracts.spec import TrainSection
 
 LINEAGE = "each step was applied to the weights of the one before"
 _METRIC = "num_replay_differences"
+_NUM_PROCESSES = "num_processes"
 _WEIGHTS_SUFFIX = ".safetensors"
 
 
@@ -27,7 +30,7 @@ def check_lineage(account: Account, files: RunFiles, train: TrainSection, findin
     for step, record in sorted(files.records.items()):
         request = account.requests.get(step)
         num_other = record.result.metrics.get(_METRIC, 0.0)
-        if num_other and not _promises_bits(record, request.train if request else train):
+        if num_other and not _promises_bits(step, files.records, request.train if request else train):
             told.append(step)
         elif num_other:
             breach = _breach(step, "it was applied to other weights than are on record and were published")
@@ -41,17 +44,40 @@ def check_lineage(account: Account, files: RunFiles, train: TrainSection, findin
         findings.note(
             f"{len(told)} steps ({', '.join(map(str, told[:20]))}{', ...' if len(told) > 20 else ''}) were applied, "
             "after a lost trainer, to weights that differ from those on record and published: training again on an "
-            "accelerator need not give the same bits"
+            "accelerator, or with another number of processes or threads, need not give the same bits"
         )
 
 
-def _promises_bits(record: StepRecordFile, train: TrainSection) -> bool:
-    """Whether training a batch again has to give the same weights.
+def _promises_bits(step: int, records: Mapping[int, StepRecordFile], train: TrainSection) -> bool:
+    """Whether training again what a step is applied to has to give the same weights.
 
-    Of a record that does not name its device: unless the run asked for an accelerator.
+    Of a record that does not name its device: only if the run asked for a CPU.
     """
-    device = record.device or train.device
-    return train.on_replay_difference == "fail" or device in ("cpu", "auto")
+    if train.on_replay_difference == "fail":
+        return True
+    again = [records[number] for number in _list_trained_again(step, records)]
+    same = all(_same_arithmetic(records[step], first) for first in again)
+    return same and (records[step].device or train.device) == "cpu"
+
+
+def _list_trained_again(step: int, records: Mapping[int, StepRecordFile]) -> list[int]:
+    """Steps that a trainer lost before `step` has to train again: those since the newest checkpoint."""
+    steps = []
+    for number in range(step - 1, 0, -1):
+        if number not in records or records[number].checkpoint_sha256 is not None:
+            break
+        steps.append(number)
+    return steps
+
+
+def _same_arithmetic(left: StepRecordFile, right: StepRecordFile) -> bool:
+    """By as many processes of as many threads on the same kind of device, as far as the records tell."""
+    pairs = (
+        (left.result.metrics.get(_NUM_PROCESSES), right.result.metrics.get(_NUM_PROCESSES)),
+        (left.num_threads, right.num_threads),
+        (left.device, right.device),
+    )
+    return all(one is None or other is None or one == other for one, other in pairs)
 
 
 def _hash_weights(directory: SealedDirectory) -> dict[str, str]:

@@ -76,6 +76,8 @@ class _Fold:
         """Stale groups that are to be dispensed again."""
         self._ended_last: list[int] = []
         """Groups ended from outside since the run did anything: at the end of its history, the run itself did it."""
+        self._settled_last: set[int] = set()
+        """Groups settled since the run did anything, however: at the end, it may not have listened any more."""
 
     def take_generation(self, generation: Generation) -> None:
         self._spec = generation.spec or self._spec
@@ -85,6 +87,7 @@ class _Fold:
         if generation.start is not None and self._restored:
             plays = self._history.spec.run.mode != "train"
             self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings, plays=plays)
+            self._settled_last.clear()
             self._skipping = set(generation.start.skipping)
             self._totals.begin(generation.start, self.account.fates)
             self._restored = False
@@ -94,8 +97,9 @@ class _Fold:
         self._latest, self._settled_at = {}, {}
         self._last_task = None if generation.num_tasks is None else generation.num_tasks - 1
         for event in generation.events:
-            if not isinstance(event, Settled):
+            if not isinstance(event, Settled | Planned):
                 self._ended_last.clear()
+                self._settled_last.clear()
             if isinstance(event, Dispensed):
                 self._dispense(event.request)
             elif isinstance(event, Settled):
@@ -163,13 +167,12 @@ class _Fold:
             return
         account.in_flight.remove(group)
         self._settled_at[group] = event.task
-        if group in self._skipping:
-            self._skipping.remove(group)
-            account.fates[group] = "dropped: skipped"
-            return
+        self._settled_last.add(group)
         if event.result is None:
-            account.fates[group] = "dropped: skipped"
             self._ended_last.append(group)
+        if event.result is None or group in self._skipping:
+            self._skipping.discard(group)
+            account.fates[group] = "dropped: skipped"
             return
         account.results[group] = event.result
         if event.result.group != group:
@@ -352,7 +355,8 @@ class _Fold:
         if finished:
             self._close_surplus()
         if history.result is not None:
-            self._totals.check_result(history.result, account.fates, self._findings)
+            unheard = set() if finished else self._settled_last
+            self._totals.check_result(history.result, account.fates, self._findings, unheard)
         left = {
             **dict.fromkeys(account.in_flight, "in flight"),
             **dict.fromkeys(account.ready, "ready"),

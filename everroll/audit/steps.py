@@ -41,7 +41,8 @@ def check_steps(
         own = files.records.get(directory.step)
         made = {*(own.checkpoint_sha256 or {}).items()} if own else set()
         request = account.requests.get(directory.step)
-        if own is not None and _is_shared(request.train if request else train):
+        # Without its request, the settings of a step may be others than the run has now: those of a fork's origin.
+        if own is not None and (request or not made) and _is_shared(request.train if request else train):
             made |= {*own.weights_sha256.items()}
         _check_directory(directory, made, findings)
         _check_state(directory, own, findings)

@@ -112,6 +112,36 @@ async def test_a_cancelled_run(client: EverrollClient, run_name: str, task_queue
     assert set((await account_for(client, run_name)).fates.values()) == {"ended with the run"}
 
 
+async def test_a_run_that_is_stopped_with_groups_in_flight(
+    client: EverrollClient, run_name: str, task_queue: str
+) -> None:
+    """It ends them itself, and its result does not count them as dropped; what it did count is still compared."""
+    train_gate = asyncio.Event()
+    simulation = Simulation(gate=asyncio.Event(), is_gated=lambda key: key.group >= 2, train_gate=train_gate)
+    async with simulation.workers(client.temporal, task_queue):
+        spec = build_spec(run_name, task_queue, run={"num_steps": 4}, rollout={"max_staleness": 2})
+        await client.start(spec)
+        await wait_for_status(
+            client,
+            run_name,
+            lambda view: view.status is not None and view.status.groups_in_flight == [2, 3, 4, 5],
+        )
+        await client.stop(run_name)
+        train_gate.set()
+        result = await asyncio.wait_for(client.result(run_name), 60)
+    assert (result.stopped, result.dropped_groups) == (True, {})
+    fates = (await account_for(client, run_name)).fates
+    assert fates == {0: "trained", 1: "trained", **dict.fromkeys(range(2, 6), "ended with the run")}
+    history = await HistoryReader(client.temporal, run_name).read_run()
+    for dropped in ({"data": 1}, {"skipped": 5}):
+        findings = Findings()
+        other = result.model_copy(update={"dropped_groups": dropped})
+        settle_groups(dataclasses.replace(history, result=other), findings)
+        (breach,) = findings.breaches
+        assert "tells of other groups dropped" in breach.message
+        assert breach.expected == "{} to {'skipped': 4}"
+
+
 async def test_a_history_that_is_gone_is_said(client: EverrollClient, run_name: str) -> None:
     with pytest.raises(AuditInputError, match=f"no history of everroll/{run_name}/group/5"):
         await HistoryReader(client.temporal, run_name).read_group(5)

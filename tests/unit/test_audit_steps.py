@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from everroll.audit.account import Account
 from everroll.audit.openness import leave_out_later
@@ -104,6 +105,38 @@ def test_other_weights_are_noted_where_no_bits_are_promised(tmp_path: Path) -> N
     assert findings.breaches == []
     (note,) = findings.notes
     assert note.startswith("1 steps (3) were applied, after a lost trainer, to weights that differ")
+    strict = build_train(checkpoint_every=4, on_replay_difference="fail")
+    assert "on record" in audit(tmp_path, strict).breaches[0].message
+
+
+@pytest.mark.parametrize(("device", "is_breach"), [("cpu", True), ("auto", False), ("cuda", False)])
+def test_a_record_that_does_not_name_its_device(tmp_path: Path, device: str, is_breach: bool) -> None:
+    """Bits are promised only where the run asked for a CPU: what is chosen by itself may be an accelerator."""
+    lose_the_trainer(tmp_path, build_train(checkpoint_every=4))
+    edit(tmp_path / "run" / "steps" / "step_000003.json", device=None)
+    assert bool(audit(tmp_path, build_train(checkpoint_every=4, device=device)).breaches) == is_breach
+
+
+@pytest.mark.parametrize("what", ["processes", "threads"])
+def test_other_weights_are_noted_where_they_were_computed_otherwise(tmp_path: Path, what: str) -> None:
+    """By fewer processes, or of fewer threads, than the steps that were trained again."""
+    train = build_train(checkpoint_every=4)
+    lose_the_trainer(tmp_path, train)
+    record = RunDirectory(tmp_path / "run").read_record(1)
+    assert record is not None
+    assert record.num_threads == torch.get_num_threads()
+    if what == "threads":
+        edit(tmp_path / "run" / "steps" / "step_000001.json", num_threads=record.num_threads + 1)
+    else:
+        metrics = {**record.result.metrics, "num_processes": 2.0}
+        result = record.result.model_copy(update={"metrics": metrics})
+        edit(tmp_path / "run" / "steps" / "step_000001.json", result=result.model_dump(mode="json"))
+        lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+        lines[0] = json.dumps({"step": 1, **metrics})
+        (tmp_path / "run" / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    findings = audit(tmp_path, train)
+    assert [str(breach) for breach in findings.breaches] == []
+    assert len(findings.notes) == 1
     strict = build_train(checkpoint_every=4, on_replay_difference="fail")
     assert "on record" in audit(tmp_path, strict).breaches[0].message
 

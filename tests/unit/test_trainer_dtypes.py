@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,14 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from everroll.audit.account import Account
+from everroll.audit.report import Findings
+from everroll.audit.sources import read_run_files
+from everroll.audit.steps import check_steps
 from everroll.contracts.spec import TrainSection
 from everroll.store import LocalStore
 from tests.trainer_helpers import build_model, build_prepare_request, build_request, save_model, store_random_batch
+from trainer.rundir import RunDirectory
 from trainer.service import Trainer
 
 BATCH = 1
@@ -72,6 +78,45 @@ def test_published_weights_have_the_starting_models_type(
     assert {tensor.dtype for tensor in _read(tmp_path, "checkpoints", 3).values()} == {torch.float32}
     config = json.loads((tmp_path / "run/weights/step_000003/config.json").read_text())
     assert config["dtype"] == str(wanted).removeprefix("torch.")
+
+
+def test_the_starting_models_type_is_kept_whatever_was_published_before(tmp_path: Path) -> None:
+    """Checkpoints of a run that published float32 name that; the type of the model is not forgotten for it."""
+    save_model(tmp_path / "model", build_model().to(torch.bfloat16))
+    _run(tmp_path, _train(checkpoint_every=2), steps=2)
+    train, trainer = _train(publish_dtype="model"), Trainer()
+    trainer.prepare(build_prepare_request(tmp_path, train))
+    trainer.train_step(build_request(tmp_path, 3, train), lambda text: None)
+    trainer.close()
+    assert {tensor.dtype for tensor in _read(tmp_path, "weights", 3).values()} == {torch.bfloat16}
+
+
+@pytest.mark.parametrize(("first", "later"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_weights_that_are_written_again_are_those_on_record(tmp_path: Path, first: str, later: str) -> None:
+    """Of a fork at a step whose weights were let go of: it publishes in another type from the next step on."""
+    _run(tmp_path, _train(publish_dtype=first), steps=1)
+    weights = tmp_path / "run" / "weights" / "step_000001"
+    before = (weights / "model.safetensors").read_bytes()
+    shutil.rmtree(weights)
+    trainer, train = Trainer(), _train(publish_dtype=later)
+    trainer.prepare(build_prepare_request(tmp_path, train))
+    assert (weights / "model.safetensors").read_bytes() == before
+    trainer.train_step(build_request(tmp_path, 2, train), lambda text: None)
+    trainer.close()
+    assert {str(tensor.dtype) for tensor in _read(tmp_path, "weights", 2).values()} == {f"torch.{later}"}
+    assert [str(breach) for breach in audit_fork(tmp_path, train, step=1).breaches] == []
+
+
+def audit_fork(root: Path, train: TrainSection, step: int) -> Findings:
+    """Of a run whose history begins after `step`."""
+    account, run = Account(by_record=step), RunDirectory(root / "run")
+    for number in range(step + 1, run.latest_applied() + 1):
+        record = run.read_record(number)
+        assert record is not None
+        account.requests[number], account.applied[number] = build_request(root, number, train), record.result
+    findings = Findings()
+    check_steps(account, read_run_files(root / "run"), train, findings)
+    return findings
 
 
 def test_the_reference_is_where_the_run_started(tmp_path: Path) -> None:

@@ -73,6 +73,24 @@ def test_samples_that_no_kept_checkpoint_needs_go_if_wanted(tmp_path: Path) -> N
             store.get(outcome.samples.blob)
 
 
+def test_samples_of_the_run_that_a_fork_comes_from_stay(tmp_path: Path) -> None:
+    """The fork lets go of its copies of the requests all the same."""
+    origin, fork = _build_run(tmp_path, last=3, checkpoint_every=1), RunDirectory(tmp_path / "fork")
+    fork.lock(timeout_seconds=0)
+    for step in (1, 2):
+        request = origin.read_request(step)
+        assert request is not None
+        fork.write_request(request)
+    fork.write_request(build_request(tmp_path, 4).model_copy(update={"run_dir": str(fork.root)}))
+    write_directory(fork.checkpoint(4), _fill)
+    fork.unlock()
+    assert _count_samples(tmp_path) == 4 * 6
+    prune(fork, TrainSection(keep_checkpoints=1, keep_samples="replay"))
+    assert fork.request_steps() == []
+    assert origin.request_steps() == [3, 2, 1]
+    assert _count_samples(tmp_path) == 3 * 6
+
+
 def test_an_interrupted_removal_goes_on_the_next_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Samples go before the request that names them, so nothing is left that no one knows of."""
     run = _build_run(tmp_path, last=3, checkpoint_every=1)
