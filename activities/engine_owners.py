@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from datetime import timedelta
 
-from temporalio.client import Client, WorkflowExecution
+from temporalio.client import Client, WorkflowExecution, WorkflowExecutionStatus
 from temporalio.service import RPCError
 
 from everroll.audit.histories import HistoryReader
@@ -42,13 +42,19 @@ class EngineOwners:
                 if not shared or not _is_in_the_way(spec, request.spec):
                     continue
                 # A run that was there first may have continued as new since. Of two that start together, one goes on.
-                if request.state is not None or (other.start_time, other.id) < (own.start_time, own.id):
+                first = request.state is not None or (other.start_time, other.id) < (own.start_time, own.id)
+                if first and await self._goes_on(other.id):
                     raise ConfigurationError(
                         f"run {request.spec.run.name} goes on and uses {', '.join(shared)}: each would sample with the "
                         "other's weights. Wait until it has ended, or give this run engines of its own"
                     )
         except RPCError as error:
             raise ConnectionError(f"Temporal did not answer: {error.message}") from error
+
+    async def _goes_on(self, workflow_id: str) -> bool:
+        """Lists lag behind: one that has just ended may still stand in them."""
+        found = await self._temporal.get_workflow_handle(workflow_id).describe(rpc_timeout=_RPC_TIMEOUT)
+        return found.status is WorkflowExecutionStatus.RUNNING
 
     async def _read_others(self, run: str) -> AsyncIterator[tuple[WorkflowExecution, TrainingRunRequest]]:
         async for execution in self._temporal.list_workflows(_RUNNING, rpc_timeout=_RPC_TIMEOUT):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import subprocess
 import uuid
 from collections.abc import Iterator
@@ -53,6 +54,16 @@ def temporal_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Tempor
 async def _prepare(server: TemporalServer) -> None:
     client = await EverrollClient.connect(server.address, server.namespace, _START_SECONDS)
     await client.register_search_attributes()
+
+
+@pytest.fixture(autouse=True)
+def log_levels() -> Iterator[None]:
+    """The command line, run in a test's own process, quiets loggers that another test listens to."""
+    loggers = [logging.getLogger(name) for name in ("temporalio", "temporal_core")]
+    levels = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, levels, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture
