@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 
 from temporalio.client import Client, WorkflowExecution, WorkflowExecutionStatus
-from temporalio.service import RPCError
+from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.audit.histories import HistoryReader
 from everroll.audit.report import AuditInputError
@@ -34,15 +34,13 @@ class EngineOwners:
         if spec.run.mode == "train":
             return
         try:
-            own = await self._temporal.get_workflow_handle(names.run_workflow_id(spec.run.name)).describe(
-                rpc_timeout=_RPC_TIMEOUT
-            )
+            own = (await self._find_start(spec.run.name), names.run_workflow_id(spec.run.name))
             async for other, request in self._read_others(spec.run.name):
                 shared = sorted(set(spec.services.engine_urls) & set(request.spec.services.engine_urls))
                 if not shared or not _is_in_the_way(spec, request.spec):
                     continue
                 # A run that was there first may have continued as new since. Of two that start together, one goes on.
-                first = request.state is not None or (other.start_time, other.id) < (own.start_time, own.id)
+                first = request.state is not None or (other.start_time, other.id) < own
                 if first and await self._goes_on(other.id):
                     raise ConfigurationError(
                         f"run {request.spec.run.name} goes on and uses {', '.join(shared)}: each would sample with the "
@@ -50,6 +48,16 @@ class EngineOwners:
                     )
         except RPCError as error:
             raise ConnectionError(f"Temporal did not answer: {error.message}") from error
+
+    async def _find_start(self, run: str) -> datetime:
+        """Now, of one that Temporal does not know."""
+        try:
+            handle = self._temporal.get_workflow_handle(names.run_workflow_id(run))
+            return (await handle.describe(rpc_timeout=_RPC_TIMEOUT)).start_time
+        except RPCError as error:
+            if error.status is not RPCStatusCode.NOT_FOUND:
+                raise
+        return datetime.now(UTC)
 
     async def _goes_on(self, workflow_id: str) -> bool:
         """Lists lag behind: one that has just ended may still stand in them."""

@@ -30,7 +30,6 @@ from everroll.client_steering import RunSteering, build_resume, name_person
 from everroll.contracts import names
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import ForkOrigin, ResumeRequest, TrainingRunRequest, TrainingRunResult
-from everroll.run_record import RECORD_FILE
 from everroll.temporal import build_plugin
 
 __all__ = [
@@ -193,6 +192,8 @@ def _describe_connect_error(error: RuntimeError) -> str:
 def _choose_reuse(spec: RunSpec) -> WorkflowIDReusePolicy:
     """A run that was refused before it began leaves nothing in its directory, and its name is free again."""
     root = Path(spec.run.output_dir)
-    if not root.parent.is_dir() or (root / spec.run.name / RECORD_FILE).exists():  # or it lies on another machine
+    if (
+        not root.parent.is_dir() or (root / spec.run.name / names.RUN_RECORD_FILE).exists()
+    ):  # or it lies on another machine
         return WorkflowIDReusePolicy.REJECT_DUPLICATE
     return WorkflowIDReusePolicy.ALLOW_DUPLICATE_FAILED_ONLY

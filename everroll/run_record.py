@@ -20,6 +20,7 @@ from typing import Any
 
 from pydantic import Field, ValidationError
 
+from everroll.contracts import names
 from everroll.contracts.base import Payload
 from everroll.contracts.curriculum import PlannedBlock
 from everroll.contracts.rollout import DatasetRef, GroupResult
@@ -30,8 +31,6 @@ from everroll.failures import ConfigurationError
 from everroll.records import append_once
 from everroll.store import write_durably
 
-RECORD_FILE = "run.json"
-"""In a run's directory, once it has begun."""
 _TAIL_BYTES = 1 << 16
 
 
@@ -65,7 +64,7 @@ class RunRecordDirectory:
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._run = root / RECORD_FILE
+        self._run = root / names.RUN_RECORD_FILE
         self._settled = root / "settled"
         self._steering = root / "steering.jsonl"
         self._curriculum = root / "curriculum.jsonl"

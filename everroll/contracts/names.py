@@ -10,6 +10,9 @@ import re
 EVALUATION_NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9_]{0,31}$"
 RUN_NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$"
 
+RUN_RECORD_FILE = "run.json"
+"""In a run's directory, once the run has begun."""
+
 # Workflows
 TRAINING_RUN = "TrainingRun"
 ROLLOUT_GROUP = "RolloutGroup"
