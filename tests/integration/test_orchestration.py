@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from everroll.client import EverrollClient, RunExistsError, RunFailedError, RunN
 from everroll.contracts import names
 from everroll.contracts.outcomes import CauseKind, ErrorType, SampleStatus
 from everroll.contracts.rollout import CollectResult, EpisodeKey, EpisodeReport, EpisodeRequest
-from everroll.contracts.training import Phase
+from everroll.contracts.training import Phase, PrepareTrainerRequest
 from everroll.survey import survey_run
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
@@ -69,6 +70,36 @@ async def test_seeds_differ_by_episode_and_repeat_by_run(
         await client.result(run_name)
     seeds = [request.seed for request in simulation.episodes]
     assert len(set(seeds)) == len(seeds)
+
+
+async def test_a_run_that_was_refused_leaves_its_name_free(
+    client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    """Until it has begun: from then on its directory says whose it is, and how to go on is said."""
+    refusals = [ApplicationError("the data set has no rows", type="ConfigurationError", non_retryable=True)] * 2
+
+    def refuse(request: PrepareTrainerRequest) -> None:
+        if refusals:
+            raise refusals.pop()
+
+    spec = build_spec(run_name, task_queue, run={"output_dir": str(tmp_path)})
+    record = tmp_path / run_name / "run.json"
+    gate = asyncio.Event()
+    async with Simulation(on_prepare_trainer=refuse, gate=gate).workers(client.temporal, task_queue):
+        for _ in range(2):
+            await client.start(spec)
+            with pytest.raises(RunFailedError, match="no rows"):
+                await client.result(run_name)
+        record.parent.mkdir()
+        record.touch()
+        with pytest.raises(RunExistsError, match=f"has ended; go on with it by `everroll resume {run_name}`"):
+            await client.start(spec)
+        record.unlink()
+        await client.start(spec)
+        with pytest.raises(RunExistsError, match="exists already, and goes on"):
+            await client.start(spec)
+        gate.set()
+        await client.result(run_name)
 
 
 async def test_a_run_name_is_used_once(client: EverrollClient, run_name: str, task_queue: str) -> None:
