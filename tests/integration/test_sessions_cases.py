@@ -25,33 +25,10 @@ from tests.session_helpers import (
     USER,
     FakeEngine,
     Stack,
-    model_section,
     run_fake_engine,
     run_stack,
     write_model_dir,
 )
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with run_fake_engine("one", "two", "three", "four") as engine:
-        yield engine
-
-
-@pytest.fixture
-async def stack(engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, tmp_path: Path) -> AsyncIterator[Stack]:
-    async with run_stack(renderer, model_dir, tmp_path / "journal.db", [engine]) as stack:
-        yield stack
 
 
 async def test_d1_the_same_request_again_gets_the_recorded_reply(stack: Stack) -> None:

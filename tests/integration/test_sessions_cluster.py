@@ -20,7 +20,7 @@ from everroll.http_client import build_http_client
 from everroll.sessions.client import CollectedSamples, SessionClient
 from everroll.sessions.journal import open_journal
 from everroll.sessions.server import SessionServerSettings, listen, open_app
-from everroll.tokens.renderer import ChatRenderer, load_renderer
+from everroll.tokens.renderer import ChatRenderer
 from tests.postgres_helpers import create_database
 from tests.session_helpers import (
     ADMIN_KEY,
@@ -31,30 +31,12 @@ from tests.session_helpers import (
     find_free_port,
     model_section,
     open_openai,
-    run_fake_engine,
     run_server_process,
     serve_on,
-    write_model_dir,
 )
 
 T = TypeVar("T")
 NUM_TURNS = 6
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with run_fake_engine("one", "two", "three", "four") as engine:
-        yield engine
 
 
 @pytest.fixture(params=["sqlite", "postgres"])

@@ -11,19 +11,9 @@ import pytest
 from everroll.sessions import postgres_database
 from everroll.sessions.errors import JournalError
 from everroll.sessions.journal import open_journal
-from everroll.tokens.renderer import ChatRenderer, load_renderer
+from everroll.tokens.renderer import ChatRenderer
 from tests.postgres_helpers import create_database, cut_connections, start_postgres
-from tests.session_helpers import FakeEngine, Stack, model_section, run_fake_engine, run_stack, write_model_dir
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
+from tests.session_helpers import FakeEngine, Stack, run_fake_engine, run_stack
 
 
 @pytest.fixture

@@ -26,7 +26,7 @@ from everroll.sessions.reading import open_journal_reader
 from everroll.sessions.records import SessionRecord
 from everroll.sessions.server import SessionServerSettings
 from everroll.sessions.sqlite_database import SqliteDatabase
-from everroll.tokens.renderer import ChatRenderer, load_renderer
+from everroll.tokens.renderer import ChatRenderer
 from tests.postgres_helpers import create_database
 from tests.session_helpers import (
     ADMIN_KEY,
@@ -38,21 +38,10 @@ from tests.session_helpers import (
     run_fake_engine,
     run_server_process,
     run_stack,
-    write_model_dir,
 )
 
 NOW: dict[str, Any] = {"retention_days": 0, "run_grace_hours": 0}
 """A policy by which everything is due at once."""
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
 
 
 @pytest.fixture

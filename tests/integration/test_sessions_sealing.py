@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import httpx
@@ -17,41 +16,16 @@ from everroll.sessions.client import CollectedSamples
 from everroll.sessions.digest import digest_samples
 from everroll.sessions.journal import Journal
 from everroll.sessions.records import Claim, Turn
-from everroll.tokens.renderer import ChatRenderer, load_renderer
+from everroll.tokens.renderer import ChatRenderer
 from tests.session_helpers import (
     ADMIN_KEY,
     USER,
     FakeEngine,
     Stack,
-    model_section,
-    run_fake_engine,
     run_stack,
-    write_model_dir,
 )
 
 LATE = {"role": "user", "content": "one more thing"}
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
-
-
-@pytest.fixture
-async def engine() -> AsyncIterator[FakeEngine]:
-    async with run_fake_engine("one", "two", "three", "four") as engine:
-        yield engine
-
-
-@pytest.fixture
-async def stack(engine: FakeEngine, renderer: ChatRenderer, model_dir: Path, tmp_path: Path) -> AsyncIterator[Stack]:
-    async with run_stack(renderer, model_dir, tmp_path / "journal.db", [engine]) as stack:
-        yield stack
 
 
 async def collect(stack: Stack, *, seal: bool = True) -> CollectedSamples:

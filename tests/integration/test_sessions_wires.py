@@ -13,31 +13,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from everroll.contracts.spec import SamplingSpec
-from everroll.tokens.renderer import ChatRenderer, load_renderer
+from everroll.tokens.renderer import ChatRenderer
 from tests.session_helpers import (
     ADMIN_KEY,
     TOOL_CALL_TEXT,
     USER,
     FakeEngine,
     Stack,
-    model_section,
     run_fake_engine,
     run_stack,
-    write_model_dir,
 )
 from tests.wire_helpers import WIRES, ChatClient, MessagesClient, ResponsesByIdClient, ResponsesClient, WireClient
 
 REPLIES = ["fine", TOOL_CALL_TEXT, "<think>\nhm\n</think>\n\nyes", f"I see.\n{TOOL_CALL_TEXT}\n{TOOL_CALL_TEXT}", ""]
-
-
-@pytest.fixture(scope="module")
-def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_dir(tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture(scope="module")
-def renderer(model_dir: Path) -> ChatRenderer:
-    return load_renderer(model_section(model_dir))
 
 
 @pytest.fixture
