@@ -26,6 +26,7 @@ from everroll.contracts.evaluation import (
     select_sets,
 )
 from everroll.contracts.spec import RunSpec
+from everroll.running import find_shared_engines, goes_on, read_running
 
 _RPC_TIMEOUT = timedelta(seconds=30)
 
@@ -115,14 +116,11 @@ async def _check_engines(client: EverrollClient, spec: RunSpec) -> None:
     Raises:
         SteeringError: another run uses an engine of this one.
     """
-    for listing in await client.find_runs():
-        if listing.state != "running":
-            continue
-        other = (await HistoryReader(client.temporal, listing.run).read_start()).spec
-        shared = set(other.services.engine_urls) & set(spec.services.engine_urls)
-        if shared:
+    async for other, request in read_running(client.temporal):
+        shared = find_shared_engines(request, spec.services.engine_urls)
+        if shared and await goes_on(client.temporal, other.id):
             raise SteeringError(
-                f"run {listing.run} goes on and uses {', '.join(sorted(shared))}; wait until it has ended"
+                f"run {request.spec.run.name} goes on and uses {', '.join(shared)}; wait until it has ended"
             )
 
 
