@@ -418,7 +418,7 @@ def main() -> None:
             measured += measure_plain(plain, options.kills, random.Random(0))
     if options.json:
         results = [asdict(item) | {"median": item.median, "worst": max(item.seconds)} for item in measured]
-        print(json.dumps({"settings": asdict(SIZE), "kills": options.kills, "results": results}, indent=2))
+        print(json.dumps({"settings": asdict(SIZE), "kills": options.kills, "results": results}))
     else:
         print(render(measured))
 

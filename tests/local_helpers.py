@@ -1,7 +1,8 @@
 """Small stand-in processes for a local stack, and a program that supervises them as `everroll up` does its own.
 
 `python -m tests.local_helpers DIRECTORY NAME=PORT ...` runs one HTTP server for each name until it is told to end; a
-port of 0 asks for any. A name that begins with `broken` ends at once with an error.
+port of 0 asks for any. A name that begins with `broken` ends at once with an error, with `misconfigured` as a command
+does that was called wrongly; `forked` is a fork of a process that has imported the server.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 
 from everroll.local.identity import is_running
 from everroll.local.ports import PortReservations
-from everroll.local.process import ProcessSpec
+from everroll.local.process import Preload, ProcessSpec
 from everroll.local.readiness import HttpReady
 from everroll.local.restarts import RestartPolicy
 from everroll.local.signals import InterruptedBySignalError, run_interruptibly
@@ -33,9 +34,18 @@ def plan_http_server(name: str, port: int, cwd: Path, stage: int = 0) -> Process
     """A real HTTP server that serves an empty directory, or a program that fails."""
     server = (sys.executable, "-m", "http.server", str(port), "--bind", "127.0.0.1")
     broken = (sys.executable, "-c", "raise SystemExit('this one is broken')")
-    argv = broken if name.startswith("broken") else server
-    url = f"http://127.0.0.1:{port}/"
-    return ProcessSpec(name=name, argv=argv, ready=HttpReady(url), stage=stage, cwd=cwd, stop_timeout_seconds=5)
+    misconfigured = (sys.executable, "-c", "print('there is no such renderer'); raise SystemExit(2)")
+    argv = {"broken": broken, "misconfigured": misconfigured}.get(name, server)
+    return ProcessSpec(
+        name=name,
+        argv=argv,
+        ready=HttpReady(f"http://127.0.0.1:{port}/"),
+        stage=stage,
+        cwd=cwd,
+        preload=Preload("preloaded", cwd) if name.startswith("forked") else None,
+        modules=("http.server",),
+        stop_timeout_seconds=5,
+    )
 
 
 async def supervise(directory: StackDirectory, services: Sequence[tuple[str, int]]) -> None:

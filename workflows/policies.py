@@ -53,8 +53,8 @@ PREPARE_START_TO_CLOSE = timedelta(minutes=10)
 PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=20)
 PREPARE_HEARTBEAT = timedelta(seconds=30)
 PREPARE_TRAINER_SCHEDULE_TO_CLOSE = timedelta(hours=2)
-PUBLISH_HEARTBEAT = timedelta(seconds=15)
-AWAIT_GROUP_HEARTBEAT = timedelta(seconds=30)
+PUBLISH_HEARTBEAT = timedelta(seconds=5)
+AWAIT_GROUP_HEARTBEAT = timedelta(seconds=10)
 EVALUATION_GRACE = timedelta(hours=1)
 """On top of an evaluation's deadline: its prompts are read before, its numbers computed after."""
 _CALL_LIMIT = timedelta(seconds=180)
@@ -66,7 +66,7 @@ ATTEMPTS_ALLOWANCE = 10
 MAX_STARTING_GROUPS = 32
 """Starts of groups that may be unconfirmed at once: a workflow task with hundreds of them takes too long, and fails."""
 
-AWAIT_SERVER_HEARTBEAT = timedelta(seconds=30)
+AWAIT_SERVER_HEARTBEAT = timedelta(seconds=10)
 WATCH_ENGINES_HEARTBEAT = timedelta(seconds=5)
 """Short: when worker and engine were lost together, the next worker notices that the engine is another no sooner."""
 WATCH_ENGINES_LIMIT = timedelta(days=7)

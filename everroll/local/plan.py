@@ -12,8 +12,8 @@ from urllib.parse import urlsplit
 
 from everroll.contracts import names
 from everroll.contracts.spec import ModelSection, ServicesSection
-from everroll.local.process import ProcessSpec
-from everroll.local.readiness import HttpReady, TemporalReady, WorkerReady
+from everroll.local.process import Preload, ProcessSpec
+from everroll.local.readiness import HttpReady, TemporalConnection, TemporalReady, WorkerReady
 from everroll.local.state import StackAddresses
 
 _NAMESPACE = "default"
@@ -30,8 +30,16 @@ TEMPORAL_TUNING = (
 _ENGINE_READY_SECONDS = 300.0
 """Loading a large model takes minutes."""
 
-_EARLY_STAGES = {"workflows": 1, "rollout": 1}
-"""Roles that load while the engine does. The trainer's, which imports as much, would hold it up."""
+_SESSION_MODULES = ("everroll.cli.main", "everroll.sessions.server")
+_ENGINE_MODULES = (
+    *("everroll.cli.main", "everroll.engines.embedded.assembly"),
+    *("transformers.masking_utils", "transformers.modeling_utils"),  # what every model's code imports
+)
+_WORKER_MODULES = {
+    "workflows": ("worker.build",),
+    "rollout": ("worker.build", "openai.resources.chat"),
+    "trainer": ("worker.build", "activities.training", "trainer.service"),
+}
 _WORKER_READY_SECONDS = 180.0
 """Importing torch in several processes at once takes a while on a busy machine."""
 
@@ -128,15 +136,16 @@ def choose_addresses(
 
 def plan_processes(options: StackOptions, addresses: StackAddresses, admin_key: str) -> list[ProcessSpec]:
     """The stack's processes. Temporal starts first and stops last, workers start last and stop first."""
-    specs = [_plan_temporal(options, addresses)]
+    connection = TemporalConnection(addresses.temporal_address, addresses.temporal_namespace)
+    specs = [_plan_temporal(options, addresses, connection)]
     if options.model is not None:
         if not options.engine_urls:
-            specs.append(_plan_engine(options.model, addresses, options.directory))
+            specs.append(_plan_engine(options, options.model, addresses))
         specs.append(_plan_session_server(options, options.model, addresses, admin_key))
-    return [*specs, *_plan_workers(options, addresses, admin_key)]
+    return [*specs, *_plan_workers(options, addresses, connection, admin_key)]
 
 
-def _plan_temporal(options: StackOptions, addresses: StackAddresses) -> ProcessSpec:
+def _plan_temporal(options: StackOptions, addresses: StackAddresses, connection: TemporalConnection) -> ProcessSpec:
     host, _, port = addresses.temporal_address.rpartition(":")
     assert addresses.ui_url is not None
     return ProcessSpec(
@@ -149,22 +158,24 @@ def _plan_temporal(options: StackOptions, addresses: StackAddresses) -> ProcessS
             *("--log-level", "warn"),
             *TEMPORAL_TUNING,
         ),
-        ready=TemporalReady(addresses.temporal_address, addresses.temporal_namespace),
+        ready=TemporalReady(connection),
         stage=0,
         cwd=options.directory,
         address=f"{addresses.temporal_address}, web UI {addresses.ui_url}",
     )
 
 
-def _plan_engine(model: ModelSection, addresses: StackAddresses, directory: Path) -> ProcessSpec:
+def _plan_engine(options: StackOptions, model: ModelSection, addresses: StackAddresses) -> ProcessSpec:
     (url,) = addresses.engine_urls
     return ProcessSpec(
         name="engine",
         argv=(*_everroll("engine"), "--model-path", model.path, "--port", _port_of(url)),
         env=_torch_environment(),
+        preload=_preload_torch(options),
+        modules=_ENGINE_MODULES,
         ready=HttpReady(f"{url}/health"),
         stage=1,
-        cwd=directory,
+        cwd=options.directory,
         address=url,
         ready_timeout_seconds=_ENGINE_READY_SECONDS,
     )
@@ -184,6 +195,8 @@ def _plan_session_server(
             *("--engine-urls", *addresses.engine_urls),
         ),
         env={"EVERROLL_ADMIN_KEY": admin_key, "PYTHONPATH": _import_path(options.import_path)},
+        preload=_preload_servers(options),
+        modules=_SESSION_MODULES,
         ready=HttpReady(f"{addresses.session_url}/health"),
         stage=1,
         cwd=options.directory,
@@ -192,7 +205,9 @@ def _plan_session_server(
     )
 
 
-def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: str) -> Iterator[ProcessSpec]:
+def _plan_workers(
+    options: StackOptions, addresses: StackAddresses, connection: TemporalConnection, admin_key: str
+) -> Iterator[ProcessSpec]:
     env = {
         "EVERROLL_TEMPORAL_ADDRESS": addresses.temporal_address,
         "EVERROLL_TEMPORAL_NAMESPACE": addresses.temporal_namespace,
@@ -211,14 +226,11 @@ def _plan_workers(options: StackOptions, addresses: StackAddresses, admin_key: s
             name=f"worker-{role}",
             argv=_worker_command(role, options.trainer_processes),
             env=env | (_wait_for(options, addresses) if role == "rollout" else {}),
-            ready=WorkerReady(
-                addresses.temporal_address,
-                addresses.temporal_namespace,
-                queue,
-                "workflow" if kind == "workflow" else "activity",
-            ),
+            ready=WorkerReady(connection, queue, "workflow" if kind == "workflow" else "activity"),
+            preload=_preload_worker(options, role),
+            modules=_WORKER_MODULES[role],
             stage=2,
-            early_stage=_EARLY_STAGES.get(role),
+            early_stage=1,
             ready_timeout_seconds=_ENGINE_READY_SECONDS + _WORKER_READY_SECONDS,
             # The user's directory: agents find their files where the user keeps them.
             cwd=options.import_path,
@@ -243,6 +255,20 @@ def _worker_command(role: str, trainer_processes: int) -> tuple[str, ...]:
         return (sys.executable, "-m", "worker", role)
     torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(trainer_processes))
     return (sys.executable, "-m", *torchrun, "-m", "worker", role)
+
+
+def _preload_worker(options: StackOptions, role: str) -> Preload | None:
+    if role != "trainer":
+        return _preload_servers(options)
+    return _preload_torch(options) if options.trainer_processes == 1 else None
+
+
+def _preload_servers(options: StackOptions) -> Preload:
+    return Preload("preloaded", options.root)
+
+
+def _preload_torch(options: StackOptions) -> Preload:
+    return Preload("preloaded-torch", options.root, _torch_environment())
 
 
 def _torch_environment() -> dict[str, str]:

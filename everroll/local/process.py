@@ -14,7 +14,7 @@ from typing import Protocol
 
 from everroll.local.identity import ProcessIdentity, identify
 
-_LAUNCHER = Path(__file__).with_name("launch.py")
+LAUNCHER = Path(__file__).with_name("launch.py")
 _MAX_LOG_BYTES = 64 * 1024 * 1024
 
 
@@ -24,6 +24,32 @@ class ReadyCheck(Protocol):
     async def is_ready(self, pid: int) -> bool:
         """Ask once; within seconds, and without raising when nothing answers."""
         ...
+
+
+class RunningChild(Protocol):
+    """A process of the supervisor's, however it was started."""
+
+    @property
+    def identity(self) -> ProcessIdentity: ...
+
+    async def wait(self) -> int:
+        """Wait for its end; returns the exit code, negative for a signal. Its whole group is gone then."""
+        ...
+
+    async def stop(self) -> None:
+        """SIGTERM, and SIGKILL to the group when that takes too long."""
+        ...
+
+
+@dataclass(frozen=True)
+class Preload:
+    """A process that imports ahead what several have in common, and that they are forks of."""
+
+    name: str
+    cwd: Path
+    """Where modules are found, besides those that are installed."""
+    env: dict[str, str] = field(default_factory=dict, hash=False)
+    """What must be set before they are imported."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +67,10 @@ class ProcessSpec:
     loads while they do."""
     env: dict[str, str] = field(default_factory=dict)
     """Added to the supervisor's environment."""
+    preload: Preload | None = None
+    """What it may be a fork of; `argv` is then `python -m MODULE ...`."""
+    modules: tuple[str, ...] = ()
+    """What takes long to import, and is to be there when it is forked."""
     address: str = ""
     """Where it listens, for people."""
     ready_timeout_seconds: float = 60.0
@@ -68,12 +98,10 @@ class Child:
         stop_timeout_seconds: float = 15.0,
     ) -> Child:
         """Start a program; its output is appended to `log`, `env` is added to this process's environment."""
-        rotate_log(log)
+        begin_log(log, argv)
         with log.open("ab") as output:
-            output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
-            output.flush()
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid())),
+                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())),
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
@@ -89,7 +117,7 @@ class Child:
     async def wait(self) -> int:
         """Wait for its end; returns the exit code, negative for a signal. Its whole group is gone then."""
         code = await self._process.wait()
-        self._kill_group()
+        kill_group(self.identity.pid)
         return code
 
     async def stop(self) -> None:
@@ -101,14 +129,15 @@ class Child:
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
-        self._kill_group()
+        kill_group(self.identity.pid)
 
-    def _kill_group(self) -> None:
-        """End what the process has left behind in its group."""
-        try:
-            os.killpg(self._process.pid, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            return
+
+def kill_group(leader: int) -> None:
+    """End what a process has left behind in its group."""
+    try:
+        os.killpg(leader, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):
+        return
 
 
 def describe_exit(code: int) -> str:
@@ -121,10 +150,12 @@ def describe_exit(code: int) -> str:
         return f"killed by signal {-code}"
 
 
-def rotate_log(log: Path) -> None:
-    """Set an overlong log aside, so that two files at most are kept."""
+def begin_log(log: Path, argv: Sequence[str]) -> None:
+    """A line that says what is started. An overlong log is set aside, so that two files at most are kept."""
     if log.exists() and log.stat().st_size > _MAX_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
+    with log.open("ab") as output:
+        output.write(f"--- {time.strftime('%Y-%m-%d %H:%M:%S')} {' '.join(argv)}\n".encode())
 
 
 def read_log_tail(log: Path, max_lines: int = 20) -> str:

@@ -2,26 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from datetime import timedelta
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
 from urllib.parse import urlsplit
-
-import httpx
-from temporalio.api.enums.v1 import TaskQueueType
-from temporalio.api.taskqueue.v1 import TaskQueue
-from temporalio.api.workflowservice.v1 import DescribeNamespaceRequest, DescribeTaskQueueRequest
-from temporalio.client import Client
-from temporalio.service import RPCError
 
 from everroll.local.listening import listens_on
 
-_TIMEOUT_SECONDS = 3.0
-_RPC_TIMEOUT = timedelta(seconds=_TIMEOUT_SECONDS)
-_QUEUE_TYPES = {
-    "workflow": TaskQueueType.TASK_QUEUE_TYPE_WORKFLOW,
-    "activity": TaskQueueType.TASK_QUEUE_TYPE_ACTIVITY,
-}
+if TYPE_CHECKING:
+    from everroll.local.questions import TemporalQuestions
 
 
 @dataclass(frozen=True)
@@ -31,50 +19,50 @@ class HttpReady:
     url: str
 
     async def is_ready(self, pid: int) -> bool:
-        try:
-            async with httpx.AsyncClient(timeout=_TIMEOUT_SECONDS, trust_env=False) as client:
-                healthy = (await client.get(self.url)).status_code == 200
-        except httpx.TransportError:
+        if not listens_on(pid, urlsplit(self.url).port or 80):
             return False
-        return healthy and listens_on(pid, urlsplit(self.url).port or 80)
+        from everroll.local.questions import is_answered
+
+        return await is_answered(self.url)
+
+
+@dataclass
+class TemporalConnection:
+    """Where Temporal is, and what it was asked over before."""
+
+    address: str
+    namespace: str
+    _questions: TemporalQuestions | None = field(default=None, init=False, repr=False)
+
+    async def open(self) -> TemporalQuestions:
+        from everroll.local.questions import TemporalQuestions
+
+        if self._questions is None:
+            self._questions = await TemporalQuestions.open(self.address, self.namespace)
+        return self._questions
 
 
 @dataclass(frozen=True)
 class TemporalReady:
     """Ready when the Temporal server, and it is this process, knows its namespace."""
 
-    address: str
-    namespace: str
+    connection: TemporalConnection
 
     async def is_ready(self, pid: int) -> bool:
-        try:
-            client = await Client.connect(self.address, namespace=self.namespace)
-            request = DescribeNamespaceRequest(namespace=self.namespace)
-            await client.workflow_service.describe_namespace(request, timeout=_RPC_TIMEOUT)
-        except (RuntimeError, RPCError):
+        if not listens_on(pid, int(self.connection.address.rpartition(":")[2])):
             return False
-        return listens_on(pid, int(self.address.rpartition(":")[2]))
+        return await (await self.connection.open()).is_namespace_known()
 
 
 @dataclass(frozen=True)
 class WorkerReady:
     """Ready when the server has seen this very process poll the task queue."""
 
-    address: str
-    namespace: str
+    connection: TemporalConnection
     task_queue: str
     kind: Literal["workflow", "activity"]
 
     async def is_ready(self, pid: int) -> bool:
-        request = DescribeTaskQueueRequest(
-            namespace=self.namespace,
-            task_queue=TaskQueue(name=self.task_queue),
-            task_queue_type=_QUEUE_TYPES[self.kind],
-        )
-        try:
-            client = await Client.connect(self.address, namespace=self.namespace)
-            answer = await client.workflow_service.describe_task_queue(request, timeout=_RPC_TIMEOUT)
-        except (RuntimeError, RPCError):
-            return False
+        pollers = await (await self.connection.open()).list_pollers(self.task_queue, self.kind)
         # The SDK's identity of a worker is `<pid>@<host>`; pollers of earlier processes stay listed for minutes.
-        return any(poller.identity.partition("@")[0] == str(pid) for poller in answer.pollers)
+        return any(identity.partition("@")[0] == str(pid) for identity in pollers)

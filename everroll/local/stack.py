@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from everroll.local.identity import identify
 from everroll.local.process import ProcessSpec
 from everroll.local.restarts import RestartPolicy
+from everroll.local.starting import Starter
 from everroll.local.state import StackAddresses, StackDirectory, StackError, StackPhase, StackState
 from everroll.local.supervisor import Report, Supervisor
 
@@ -24,10 +25,11 @@ class LocalStack:
         specs: Sequence[ProcessSpec],
         report: Report,
         policy: RestartPolicy | None = None,
+        starter: Starter | None = None,
     ) -> None:
         self.directory = directory
         self.addresses = addresses
-        self._supervisor = Supervisor(specs, directory.logs, report, self._write_state, policy)
+        self._supervisor = Supervisor(specs, directory.logs, report, self._write_state, policy, starter)
         self._admin_key = admin_key
         self._phase = StackPhase.STARTING
         self._failure: str | None = None

@@ -14,13 +14,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
 
 from everroll.contracts.spec import ModelSection
-from everroll.local import launch, supervisor
+from everroll.local import launch
 from everroll.local.identity import ProcessIdentity, identify, is_running, send_signal
 from everroll.local.plan import StackOptions, plan_processes
 from everroll.local.process import ProcessSpec, read_log_tail
@@ -31,7 +31,7 @@ from everroll.local.stack import LocalStack, run_stack
 from everroll.local.state import ProcessPhase, StackAddresses, StackDirectory, StackPhase, StackState
 from everroll.local.temporal_binary import find_temporal
 from tests.chaos.ancestor import find_ancestor
-from tests.chaos.children import ForkedChild, Nursery
+from tests.chaos.children import Nursery
 from tests.chaos.zygote import NODE_VARIABLE
 
 ROOT = find_root()
@@ -63,7 +63,7 @@ class StackPlan(BaseModel):
     """Events after which the server suggests to continue as new."""
     deterministic: bool = True
     forked: bool = True
-    """Processes are forks of one that has imported everything; otherwise each starts from nothing, as in production."""
+    """Processes are forks of one that has imported everything; otherwise they start as `everroll up` starts them."""
 
 
 def plan_stack(plan: StackPlan) -> list[ProcessSpec]:
@@ -107,19 +107,9 @@ async def supervise(plan: StackPlan, nursery: Nursery | None) -> None:
     directory = StackDirectory(plan.directory)
     directory.create()
     with directory.lock():
-        if nursery is not None:
-            await nursery.open()
-            vars(supervisor)["Child"] = _Forking(nursery.start_child)
-        stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, _PATIENT)
+        stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, _PATIENT, nursery)
         async with run_stack(stack):
             await stack.watch()
-
-
-@dataclasses.dataclass(frozen=True)
-class _Forking:
-    """Takes the place of the class of child processes in the supervisor."""
-
-    start: Callable[..., Awaitable[ForkedChild]]
 
 
 class Stack:
@@ -222,7 +212,7 @@ def main() -> int:
         return 0
     finally:
         if nursery is not None:
-            nursery.close()
+            nursery.kill()
     return 0
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import socket
 import stat
 import subprocess
@@ -18,7 +19,7 @@ from everroll.local.control import stop_stack
 from everroll.local.identity import is_running
 from everroll.local.process import ProcessSpec
 from everroll.local.readiness import HttpReady
-from everroll.local.state import ProcessPhase, StackDirectory, StackError, StackPhase
+from everroll.local.state import ProcessPhase, ProcessState, StackDirectory, StackError, StackPhase
 from everroll.local.supervisor import Supervisor
 from tests.local_helpers import (
     is_any_running,
@@ -65,7 +66,7 @@ def test_process_restarts_at_its_address(directory: StackDirectory) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux only")
 def test_no_process_outlives_a_killed_supervisor(directory: StackDirectory) -> None:
-    with supervisor(directory, "first=0", "second=0") as process:
+    with supervisor(directory, "first=0", "forked=0") as process:
         state = wait_for_state(directory, lambda state: state.phase is StackPhase.HEALTHY)
         process.kill()
         process.wait(timeout=60)
@@ -84,6 +85,36 @@ def test_crash_loop_ends_with_the_tail_of_the_log(directory: StackDirectory) -> 
     assert "this one is broken" in output.partition("does not come up")[2]
     assert not directory.is_locked()
     assert directory.read_state() is None
+
+
+def test_what_is_misconfigured_is_not_started_again(directory: StackDirectory) -> None:
+    with supervisor(directory, "first=0", "misconfigured=0") as process:
+        output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "starting it again" not in output
+    assert "there is no such renderer" in output
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="nothing is forked elsewhere")
+def test_forks_outlive_neither_their_server_nor_a_restart(directory: StackDirectory) -> None:
+    """What forks are made of may be killed as well: a new one is made, and they come back at their addresses."""
+    with supervisor(directory, "plain=0", "forked-1=0", "forked-2=0"):
+        before = wait_for_state(directory, lambda state: state.phase is StackPhase.HEALTHY)
+        servers = {parent_of(process_of(before, name)) for name in ("forked-1", "forked-2")}
+        assert len(servers) == 1
+        assert before.supervisor.pid not in servers
+        os.kill(servers.pop(), signal.SIGKILL)
+        names = ("forked-1", "forked-2")
+        after = wait_for_state(
+            directory, lambda state: all(process_of(state, name).restarts and is_up(state, name) for name in names)
+        )
+        assert not any(is_running(identity) for name in names if (identity := process_of(before, name).identity))
+        assert process_of(after, "plain") == process_of(before, "plain")
+
+
+def parent_of(process: ProcessState) -> int:
+    assert process.identity is not None
+    return int(Path(f"/proc/{process.identity.pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 @dataclass(frozen=True)
