@@ -222,15 +222,17 @@ def _plan_workers(
         "trainer": (names.train_queue(addresses.task_queue), "activity"),
     }
     for role, (queue, kind) in queues.items():
+        preload = _preload_worker(options, role)
         yield ProcessSpec(
             name=f"worker-{role}",
             argv=_worker_command(role, options.trainer_processes),
             env=env | (_wait_for(options, addresses) if role == "rollout" else {}),
             ready=WorkerReady(connection, queue, "workflow" if kind == "workflow" else "activity"),
-            preload=_preload_worker(options, role),
+            preload=preload,
             modules=_WORKER_MODULES[role],
             stage=2,
-            early_stage=1,
+            # It loads while the engine does. What is no fork and imports torch by itself would hold the engine up.
+            early_stage=None if preload is None else 1,
             ready_timeout_seconds=_ENGINE_READY_SECONDS + _WORKER_READY_SECONDS,
             # The user's directory: agents find their files where the user keeps them.
             cwd=options.import_path,

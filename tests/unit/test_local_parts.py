@@ -86,10 +86,22 @@ def test_rollout_workers_load_beside_the_servers_that_they_wait_for(tmp_path: Pa
         specs = {spec.name: spec for spec in plan_processes(options, choose_addresses(options, int, print), "secret")}
         rollout, session_server = specs["worker-rollout"], specs["session-server"]
         assert rollout.early_stage == session_server.stage < rollout.stage
-        assert specs["worker-trainer"].early_stage is None
         waits.append(rollout.env["EVERROLL_WAIT_FOR"])
     sessions = "http://127.0.0.1:8810/health"
     assert waits == [f"{sessions},http://127.0.0.1:8820/health", sessions]
+
+
+@pytest.mark.parametrize("trainer_processes", [1, 2])
+def test_engine_and_trainer_are_forks_of_what_has_imported_torch(tmp_path: Path, trainer_processes: int) -> None:
+    """But for the trainer that is several processes: torchrun starts them, after the engine has loaded."""
+    options = make_options(tmp_path, model=ModelSection(path="m"), trainer_processes=trainer_processes)
+    specs = {spec.name: spec for spec in plan_processes(options, choose_addresses(options, int, print), "secret")}
+    trainer, torch = specs["worker-trainer"], specs["engine"].preload
+    assert torch is not None
+    assert (trainer.preload, trainer.early_stage) == ((torch, 1) if trainer_processes == 1 else (None, None))
+    others = {specs[name].preload for name in ("session-server", "worker-workflows", "worker-rollout")}
+    assert len(others) == 1
+    assert torch not in others
 
 
 def test_without_a_model_and_with_engines_elsewhere(tmp_path: Path) -> None:
