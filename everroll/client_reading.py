@@ -139,10 +139,14 @@ class RunReader(RunHandles):
             return None
         return _STATES[description.status] if description.status else "running"
 
-    async def was_stopped(self, run: str) -> bool:
-        """Whether a run that has completed was asked to stop before its last step."""
-        result, _ = await self._read_result(self.handle(run))
-        return result is not None and result.stopped
+    async def find_step(self, run: str) -> int:
+        """Steps that a run has done by Temporal's own record, which needs no worker.
+
+        Raises:
+            RunNotFoundError: Temporal does not know the run.
+            ConnectionError: Temporal does not answer.
+        """
+        return _read_indexed(await self._describe(self.handle(run), run)).step or 0
 
     async def read_start(self, run: str) -> TrainingRunRequest:
         """What the newest execution of a run was started with.
