@@ -130,7 +130,8 @@ def find_start(kept: KeptSteps, origin: ForkOrigin) -> int | None:
         checkpoints = ", ".join(map(str, sorted(kept.checkpoints))) or "none"
         raise ConfigurationError(
             f"run {origin.run} cannot be forked at step {origin.step}: it is at step {kept.latest}, and has "
-            f"checkpoints of the steps {checkpoints}; with its stored batches these steps can be had: {_list_ranges(available)}"
+            f"checkpoints of the steps {checkpoints}; with its stored batches these steps can be had: "
+            f"{_list_ranges(available)}"
         )
     return start
 

@@ -43,7 +43,7 @@ def test_a_fork_has_something_to_do_unless_it_is_told_not_to() -> None:
     check_fork(OWN, OWN, ResumeRequest(), ORIGIN)
     told = ResumeRequest(changes={"run.num_steps": 3})
     check_fork(OWN, choose_spec(OWN, OWN, told), told, ORIGIN)
-    with pytest.raises(ConfigurationError, match="nothing to do with run.num_steps = 3"):
+    with pytest.raises(ConfigurationError, match=r"nothing to do with run.num_steps = 3"):
         check_fork(OWN, with_steps(3), ResumeRequest(), ORIGIN)
 
 
