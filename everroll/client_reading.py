@@ -20,6 +20,7 @@ from everroll.client_base import RPC_TIMEOUT, RunHandles, RunNotFoundError, desc
 from everroll.contracts import names
 from everroll.contracts.health import Survey
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
+from everroll.open_groups import OpenGroups, look_at_groups
 from everroll.partial_history import REFUSAL
 from everroll.survey import find_groups, survey_run
 
@@ -30,6 +31,7 @@ _QUERY_TIMEOUT = timedelta(seconds=3)
 _QUERY_ATTEMPTS = 3
 """When events come in just then."""
 _SURVEY_SECONDS = 4.0
+_GROUPS_SECONDS = 2.0
 _STATES = {
     WorkflowExecutionStatus.RUNNING: "running",
     WorkflowExecutionStatus.COMPLETED: "completed",
@@ -74,6 +76,8 @@ class RunView:
     """Of a run that has completed, when no worker answered."""
     survey: Survey | None = None
     """What a running run waits for at this moment; taken when asked for."""
+    open_groups: OpenGroups | None = None
+    """Groups of a running run that play or are ready; looked at together with the survey."""
 
     def url(self, ui_base: str) -> str:
         """Address of the run's page in the Temporal web UI, which shows the latest generation."""
@@ -96,7 +100,8 @@ class RunReader(RunHandles):
     async def status(self, run: str, query_timeout: timedelta = _QUERY_TIMEOUT, *, survey: bool = False) -> RunView:
         """Describe a run, within about five seconds; its own account is asked of a worker and may be missing.
 
-        `survey`: also find out what it waits for. Temporal tells, so that this works without any worker.
+        `survey`: also find out what it waits for, and what its groups do. Temporal tells, so that this works without
+        any worker.
 
         Raises:
             RunNotFoundError: no such run.
@@ -110,6 +115,7 @@ class RunReader(RunHandles):
             self._take_survey(run) if survey and state == "running" else _nothing(),
             self._find_start(description),
         )
+        open_groups = await self._look_at_groups(run, status) if survey and state == "running" else None
         result, failure = (None, None) if state == "running" else await self._read_result(handle)
         return RunView(
             run=run,
@@ -125,6 +131,7 @@ class RunReader(RunHandles):
             indexed=_read_indexed(description),
             result=None if status else result,
             survey=waiting,
+            open_groups=open_groups,
         )
 
     async def find_state(self, run: str) -> str | None:
@@ -215,6 +222,18 @@ class RunReader(RunHandles):
         try:
             async with asyncio.timeout(_SURVEY_SECONDS):
                 return await survey_run(self.temporal, run, await find_groups(self.temporal, run))
+        except TimeoutError:
+            return None
+
+    async def _look_at_groups(self, run: str, status: RunStatus | None) -> OpenGroups | None:
+        """Of a run whose workers do not answer, those that play by Temporal's index. Best effort."""
+        try:
+            async with asyncio.timeout(_GROUPS_SECONDS):
+                if status is not None:
+                    known = [*status.groups_in_flight, *status.ready_groups]
+                else:
+                    known = await find_groups(self.temporal, run)
+                return await look_at_groups(self.temporal, run, known)
         except TimeoutError:
             return None
 

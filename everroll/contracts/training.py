@@ -335,3 +335,5 @@ class RunStatus(Payload):
     """When it came to that phase, in Unix seconds."""
     steerings: list[SteeringRecord] = Field(default_factory=list)
     """What was asked of the run, oldest first; the latest of them."""
+    ready_groups: list[int] = Field(default_factory=list)
+    """Groups that wait to be trained."""
