@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from temporalio.client import Client, WorkflowHandle
+from temporalio.client import Client, WorkflowExecutionStatus, WorkflowHandle
 from temporalio.exceptions import ActivityError, ApplicationError, ChildWorkflowError, FailureError
 from temporalio.service import RPCError, RPCStatusCode
 
@@ -31,6 +31,18 @@ class RunExistsError(RuntimeError):
 
 class RunFailedError(RuntimeError):
     """The run ended without completing; the text names the failure."""
+
+
+STATES = {
+    WorkflowExecutionStatus.RUNNING: "running",
+    WorkflowExecutionStatus.COMPLETED: "completed",
+    WorkflowExecutionStatus.FAILED: "failed",
+    WorkflowExecutionStatus.CANCELED: "canceled",
+    WorkflowExecutionStatus.TERMINATED: "terminated",
+    WorkflowExecutionStatus.CONTINUED_AS_NEW: "running",
+    WorkflowExecutionStatus.TIMED_OUT: "timed_out",
+}
+"""How people call what Temporal knows of a run."""
 
 
 class RunHandles:

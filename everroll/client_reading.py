@@ -9,14 +9,20 @@ from datetime import datetime, timedelta
 import temporalio.client
 from temporalio.client import (
     WorkflowExecutionDescription,
-    WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowHandle,
 )
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError
 
-from everroll.client_base import RPC_TIMEOUT, RunHandles, RunNotFoundError, describe_failure, translate_rpc_error
+from everroll.client_base import (
+    RPC_TIMEOUT,
+    STATES,
+    RunHandles,
+    RunNotFoundError,
+    describe_failure,
+    translate_rpc_error,
+)
 from everroll.contracts import names
 from everroll.contracts.health import Survey
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
@@ -32,15 +38,6 @@ _QUERY_ATTEMPTS = 3
 """When events come in just then."""
 _SURVEY_SECONDS = 4.0
 _GROUPS_SECONDS = 2.0
-_STATES = {
-    WorkflowExecutionStatus.RUNNING: "running",
-    WorkflowExecutionStatus.COMPLETED: "completed",
-    WorkflowExecutionStatus.FAILED: "failed",
-    WorkflowExecutionStatus.CANCELED: "canceled",
-    WorkflowExecutionStatus.TERMINATED: "terminated",
-    WorkflowExecutionStatus.CONTINUED_AS_NEW: "running",
-    WorkflowExecutionStatus.TIMED_OUT: "timed_out",
-}
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class RunReader(RunHandles):
         """
         handle = self.handle(run)
         description = await self._describe(handle, run)
-        state = _STATES[description.status] if description.status else "running"
+        state = STATES[description.status] if description.status else "running"
         (status, status_error), waiting, started_at = await asyncio.gather(
             self._query_status(handle, description, query_timeout),
             self._take_survey(run) if survey and state == "running" else _nothing(),
@@ -144,7 +141,7 @@ class RunReader(RunHandles):
             description = await self._describe(self.handle(run), run)
         except RunNotFoundError:
             return None
-        return _STATES[description.status] if description.status else "running"
+        return STATES[description.status] if description.status else "running"
 
     async def find_step(self, run: str) -> int:
         """Steps that a run has done by Temporal's own record, which needs no worker.
@@ -180,7 +177,7 @@ class RunReader(RunHandles):
         found: dict[str, RunListing] = {}
         try:
             async for execution in self.temporal.list_workflows(query, limit=limit, rpc_timeout=RPC_TIMEOUT):
-                state = _STATES[execution.status] if execution.status else "running"
+                state = STATES[execution.status] if execution.status else "running"
                 listing = RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time)
                 known = found.get(listing.run)
                 if known is None or known.started_at < listing.started_at:

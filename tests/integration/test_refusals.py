@@ -176,3 +176,27 @@ async def test_a_fork_that_was_refused_by_a_worker_leaves_its_name_free(
         await accepted(temporal_server, *fork)
         assert (await asyncio.wait_for(client.result(name), _SECONDS)).steps == 2
         assert "choose another --name" in await refused(temporal_server, *fork)
+
+
+async def test_what_is_asked_of_a_run_that_has_ended(
+    temporal_server: TemporalServer, client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    """Refused alike, with how and when it ended."""
+    simulation = RecordingSimulation(client.temporal, tmp_path)
+    async with simulation.workers(client.temporal, task_queue):
+        await play(client, simulation, simulation.build_spec(run_name, task_queue))
+        closed = (await client.status(run_name)).closed_at
+        assert closed is not None
+        ended = f"run {run_name} has ended: completed at {closed:%Y-%m-%d %H:%M:%S} UTC, see everroll status {run_name}"
+        for words in (["cancel"], ["stop"], ["pause"], ["set", "top_p=0.5"], ["skip", "1"]):
+            assert await refused(temporal_server, words[0], run_name, *words[1:]) == ended
+        assert "no run named 'nobody'" in await refused(temporal_server, "cancel", "nobody")
+        simulation.held_from = 0
+        other = f"c{run_name}"[:60].strip("-")
+        await client.start(simulation.build_spec(other, task_queue))
+        await accepted(temporal_server, "cancel", other)
+        with pytest.raises(RunFailedError, match="Cancelled"):
+            await asyncio.wait_for(client.result(other), _SECONDS)
+        text = await refused(temporal_server, "cancel", other)
+        assert f"run {other} has ended: canceled at 20" in text
+        assert f"it goes on with: everroll resume {other}" in text
