@@ -37,8 +37,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's weights now, and wait for the result. Exit code 1 if there is none.
 
-    The run goes on meanwhile; one that is paused is refused. Once it has ended, the weights are published to its engines
-    again first.
+    The run goes on meanwhile; one that is paused is refused. Once it has ended, the weights are published to its
+    engines again first.
     """
     from everroll.cli.execution import execute
     from everroll.evaluate import evaluate_run
