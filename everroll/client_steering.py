@@ -15,6 +15,7 @@ from temporalio.service import RPCError, RPCStatusCode
 
 from everroll.client_base import RPC_TIMEOUT, STATES, RunHandles, SteeringError, translate_rpc_error
 from everroll.contracts import names
+from everroll.contracts.base import list_faults
 from everroll.contracts.steering import JsonValue, SetRequest, SkipRequest, SteeringRecord, SteerRequest
 from everroll.contracts.training import ResumeRequest
 
@@ -145,8 +146,7 @@ def _build_request(kind: type[_R], reason: str, **values: object) -> _R:
     try:
         return kind.model_validate({"reason": reason, "by": name_person(), **values})
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise SteeringError(f"cannot be asked: {faults}") from error
+        raise SteeringError(f"cannot be asked: {'; '.join(list_faults(error))}") from error
 
 
 def build_resume(reason: str, changes: Mapping[str, JsonValue], *, from_file: bool) -> ResumeRequest:

@@ -59,6 +59,7 @@ def _build_request(
     from pydantic import ValidationError
 
     from everroll.client import name_person
+    from everroll.contracts.base import list_faults
     from everroll.contracts.evaluation import EvaluateRequest
     from everroll.runfile import resolve_input
 
@@ -71,8 +72,7 @@ def _build_request(
             by=name_person(),
         )
     except ValidationError as error:
-        text = "; ".join(f"{item['loc'][0]}: {item['msg']}" for item in error.errors(include_url=False))
-        raise CommandError(text) from error
+        raise CommandError("; ".join(list_faults(error))) from error
 
 
 def _print(evaluated: Evaluated, *, as_json: bool) -> None:
