@@ -9,17 +9,10 @@ from pathlib import Path
 from activities.forking import Branch, plan_fork, write_fork
 from everroll.contracts.rollout import DatasetRef
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.steering import (
-    FIXED,
-    Change,
-    RefusedChangesError,
-    SteeringRecord,
-    apply_changes,
-    describe_changes,
-    find_differences,
-)
+from everroll.contracts.steering import Change, SteeringRecord, find_differences
 from everroll.contracts.training import ForkOrigin, PrepareRunRequest, ResumeRequest
 from everroll.failures import ConfigurationError
+from everroll.going_on import check_resume, choose_spec, find_latest_step
 from everroll.run_record import RunRecord, RunRecordDirectory, check_dataset
 from trainer.rundir import RunDirectory
 
@@ -52,10 +45,8 @@ def plan_claim(request: PrepareRunRequest) -> Claim:
     if request.fork is None and request.resume is not None:
         if record is None:
             raise ConfigurationError(f"{directory.root} holds no run to resume: there is no run.json")
-        spec = _choose_spec(record, given, request.resume)
-        _refuse(
-            f"run {given.run.name} cannot be resumed with these changes (a fork may have some of them)", record, spec
-        )
+        spec = choose_spec(record.spec, given, request.resume)
+        check_resume(record.spec, spec, find_latest_step(directory.root))
         return Claim(directory, spec, record)
     if record is not None:
         raise ConfigurationError(
@@ -67,8 +58,9 @@ def plan_claim(request: PrepareRunRequest) -> Claim:
     source = RunRecordDirectory(Path(request.fork.run_dir)).read()
     if source is None:
         raise ConfigurationError(f"{request.fork.run_dir} holds no run to fork: there is no run.json")
-    spec = _choose_spec(source, given, request.resume or ResumeRequest())
-    return Claim(directory, spec, branch=plan_fork(request.fork, source, spec))
+    resume = request.resume or ResumeRequest()
+    spec = choose_spec(source.spec, given, resume)
+    return Claim(directory, spec, branch=plan_fork(request.fork, source, spec, resume))
 
 
 def take_claim(claim: Claim, dataset: DatasetRef, request: PrepareRunRequest) -> None:
@@ -96,24 +88,6 @@ def take_claim(claim: Claim, dataset: DatasetRef, request: PrepareRunRequest) ->
             "num_resumes": record.num_resumes + 1,
         }
         directory.write(record.model_copy(update=update))
-
-
-def _choose_spec(record: RunRecord, given: RunSpec, resume: ResumeRequest) -> RunSpec:
-    """The run's own, or the file's, with the changes asked for; name and place are always as given."""
-    spec = given if resume.from_file else record.spec
-    if resume.changes:
-        try:
-            spec, _ = apply_changes(spec, resume.changes)
-        except RefusedChangesError as error:
-            raise ConfigurationError(f"run {given.run.name} cannot go on so:\n{error}") from error
-    place = {"name": given.run.name, "output_dir": given.run.output_dir}
-    return spec.model_copy(update={"run": spec.run.model_copy(update=place)})
-
-
-def _refuse(what: str, record: RunRecord, spec: RunSpec) -> None:
-    fixed = find_differences(record.spec, spec, FIXED)
-    if fixed:
-        raise ConfigurationError(f"{what}:\n{describe_changes(fixed)}")
 
 
 def _note(

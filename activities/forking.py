@@ -13,9 +13,8 @@ from activities.rebuilding import find_cursor, find_trained
 from activities.restoring import read_steps
 from everroll.contracts.rollout import DatasetRef
 from everroll.contracts.spec import RunSpec
-from everroll.contracts.steering import FIXED_FOR_FORK, describe_changes, find_differences
-from everroll.contracts.training import ForkOrigin
-from everroll.failures import ConfigurationError
+from everroll.contracts.training import ForkOrigin, ResumeRequest
+from everroll.going_on import check_fork, find_start, read_kept_steps
 from everroll.run_record import RunRecord, RunRecordDirectory, check_dataset
 from trainer.durable import is_complete, link_file
 from trainer.rundir import AppliedStep, RunDirectory
@@ -29,39 +28,18 @@ class Branch:
 
     record: RunRecord
     """Of the run that it comes from."""
-    checkpoint: int
-    """Where the trainer starts from; the stored batches from there to the step are trained again."""
+    checkpoint: int | None
+    """Where the trainer starts from; the stored batches from there to the step are trained again. None: it begins with
+    the model, as for a new run."""
 
 
-def plan_fork(origin: ForkOrigin, record: RunRecord, spec: RunSpec) -> Branch:
+def plan_fork(origin: ForkOrigin, record: RunRecord, spec: RunSpec, resume: ResumeRequest) -> Branch:
     """
     Raises:
         ConfigurationError: no such step, or a setting that a fork must keep.
     """
-    fixed = find_differences(record.spec, spec, FIXED_FOR_FORK)
-    if fixed:
-        raise ConfigurationError(f"a fork of {origin.run} cannot have these changes:\n{describe_changes(fixed)}")
-    return Branch(record, find_start(RunDirectory(Path(origin.run_dir)), origin))
-
-
-def find_start(run: RunDirectory, origin: ForkOrigin) -> int:
-    """The newest complete checkpoint at or before a step from which stored batches lead to it.
-
-    Raises:
-        ConfigurationError: there is none; the text names the steps that can be had.
-    """
-    latest = run.latest_applied()
-    requests = set(run.request_steps())
-    checkpoints = [step for step in run.checkpoint_steps() if is_complete(run.checkpoint(step))]
-    available = [step for step in range(latest + 1) if _start_of(step, checkpoints, requests) is not None]
-    start = _start_of(origin.step, checkpoints, requests) if origin.step <= latest else None
-    if start is None:
-        raise ConfigurationError(
-            f"run {origin.run} cannot be forked at step {origin.step}: it is at step {latest}, and has checkpoints of "
-            f"the steps {', '.join(map(str, sorted(checkpoints))) or 'none'}; with its stored batches these steps can "
-            f"be had: {_list_ranges(available)}"
-        )
-    return start
+    check_fork(record.spec, spec, resume, origin)
+    return Branch(record, find_start(read_kept_steps(Path(origin.run_dir)), origin))
 
 
 def write_fork(origin: ForkOrigin, branch: Branch, spec: RunSpec, dataset: DatasetRef, execution_id: str) -> None:
@@ -88,10 +66,12 @@ def write_fork(origin: ForkOrigin, branch: Branch, spec: RunSpec, dataset: Datas
         raise
 
 
-def _copy_steps(source: RunDirectory, target: RunDirectory, step: int, checkpoint: int) -> None:
+def _copy_steps(source: RunDirectory, target: RunDirectory, step: int, checkpoint: int | None) -> None:
     """The trainer's part, of all steps up to one."""
     for name in ("checkpoints", "weights", "requests", "steps"):
         (target.root / name).mkdir()
+    if checkpoint is None:
+        return
     for name in _ONCE_A_RUN:
         if (source.root / name).is_dir():
             _link_directory(source.root / name, target.root / name)
@@ -133,25 +113,7 @@ def find_settled(steps: dict[int, AppliedStep]) -> set[int]:
     return {*find_trained(steps), *dropped} & set(range(find_cursor(steps)))
 
 
-def _start_of(step: int, checkpoints: list[int], requests: set[int]) -> int | None:
-    for start in sorted(checkpoints, reverse=True):
-        if start <= step and requests.issuperset(range(start + 1, step + 1)):
-            return start
-    return None
-
-
 def _link_directory(source: Path, target: Path) -> None:
     target.mkdir()
     for path in sorted(source.iterdir()):
         link_file(path, target / path.name)
-
-
-def _list_ranges(steps: list[int]) -> str:
-    """`0-3, 7`."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][-1] == step - 1:
-            ranges[-1] = [ranges[-1][0], step]
-        else:
-            ranges.append([step, step])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges) or "none"

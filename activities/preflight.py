@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -11,7 +12,7 @@ from pathlib import Path
 import aiohttp
 import httpx
 
-from everroll.contracts.spec import DataPaths, EngineKind, RunSpec
+from everroll.contracts.spec import DataPaths, EngineKind, ModelSection, RunSpec
 from everroll.engines.open import open_engine
 from everroll.failures import ConfigurationError, Outcome, classify
 from everroll.prompts import Dataset, load_dataset
@@ -71,6 +72,7 @@ class Preflight:
         served = str(info.get("model_path"))
         if Path(served) != Path(spec.model.path):
             raise ConfigurationError(f"it serves the model {served}, the run trains {spec.model.path}")
+        _check_renderer(info, spec.model)
         if info.get("history") != spec.model.history:
             raise ConfigurationError(
                 f"its history policy is {info.get('history')}, the run's model.history is {spec.model.history}"
@@ -108,6 +110,21 @@ async def _ask_until(check: Callable[[], Awaitable[None]], patience_seconds: flo
             if classify(error).outcome is not Outcome.TRANSIENT or time.monotonic() >= give_up:
                 raise
         await asyncio.sleep(_AGAIN_SECONDS)
+
+
+def _check_renderer(info: dict[str, object], model: ModelSection) -> None:
+    """A run file with `auto` takes the chat format that the server has told; its arguments must be equal always."""
+    mend = "Start it anew with the run file's (`everroll up FILE` does), or correct the run file"
+    if model.renderer not in ("auto", info.get("renderer")):
+        raise ConfigurationError(
+            f"it renders chats by {info.get('renderer')}, the run's model.renderer is {model.renderer}. {mend}"
+        )
+    arguments = info.get("chat_template", model.chat_template)  # servers of earlier versions do not tell
+    if arguments != model.chat_template:
+        raise ConfigurationError(
+            f"its chat template has the arguments {json.dumps(arguments)}, the run's model.chat_template is "
+            f"{json.dumps(model.chat_template)}. {mend}"
+        )
 
 
 def _read_fingerprint(model_dir: Path) -> str | None:

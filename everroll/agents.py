@@ -25,6 +25,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from everroll.code_places import describe_error
 from everroll.contracts.rollout import EpisodeKey
 from everroll.contracts.spec import AgentSpec
 from everroll.failures import ConfigurationError
@@ -165,7 +166,7 @@ def load_agent_function(path: str) -> Callable[[Episode], Any]:
             f"directory that the worker was started from?"
         ) from error
     except (Exception, SystemExit) as error:
-        reason = f"its module raised {type(error).__name__}: {error}"
+        reason = f"its module raised {describe_error(error)}"
         raise ConfigurationError(f"agent function {path!r} cannot be imported by this worker: {reason}") from error
     if not callable(target):
         raise ConfigurationError(f"agent function {path!r} is not callable")
@@ -208,7 +209,7 @@ async def _run_function(function: Callable[[Episode], Any], episode: Episode) ->
             raise
         raise AgentError("CancelledError: the agent cancelled itself") from error
     except (Exception, SystemExit) as error:
-        raise AgentError(f"{type(error).__name__}: {error}") from error
+        raise AgentError(describe_error(error)) from error
 
 
 def build_command_environment(episode: Episode) -> dict[str, str]:

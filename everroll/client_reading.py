@@ -9,17 +9,24 @@ from datetime import datetime, timedelta
 import temporalio.client
 from temporalio.client import (
     WorkflowExecutionDescription,
-    WorkflowExecutionStatus,
     WorkflowFailureError,
     WorkflowHandle,
 )
 from temporalio.common import SearchAttributeKey
 from temporalio.service import RPCError
 
-from everroll.client_base import RPC_TIMEOUT, RunHandles, RunNotFoundError, describe_failure, translate_rpc_error
+from everroll.client_base import (
+    RPC_TIMEOUT,
+    STATES,
+    RunHandles,
+    RunNotFoundError,
+    describe_failure,
+    translate_rpc_error,
+)
 from everroll.contracts import names
 from everroll.contracts.health import Survey
 from everroll.contracts.training import RunStatus, TrainingRunRequest, TrainingRunResult
+from everroll.open_groups import OpenGroups, look_at_groups
 from everroll.partial_history import REFUSAL
 from everroll.survey import find_groups, survey_run
 
@@ -30,15 +37,7 @@ _QUERY_TIMEOUT = timedelta(seconds=3)
 _QUERY_ATTEMPTS = 3
 """When events come in just then."""
 _SURVEY_SECONDS = 4.0
-_STATES = {
-    WorkflowExecutionStatus.RUNNING: "running",
-    WorkflowExecutionStatus.COMPLETED: "completed",
-    WorkflowExecutionStatus.FAILED: "failed",
-    WorkflowExecutionStatus.CANCELED: "canceled",
-    WorkflowExecutionStatus.TERMINATED: "terminated",
-    WorkflowExecutionStatus.CONTINUED_AS_NEW: "running",
-    WorkflowExecutionStatus.TIMED_OUT: "timed_out",
-}
+_GROUPS_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -74,6 +73,8 @@ class RunView:
     """Of a run that has completed, when no worker answered."""
     survey: Survey | None = None
     """What a running run waits for at this moment; taken when asked for."""
+    open_groups: OpenGroups | None = None
+    """Groups of a running run that play or are ready; looked at together with the survey."""
 
     def url(self, ui_base: str) -> str:
         """Address of the run's page in the Temporal web UI, which shows the latest generation."""
@@ -96,7 +97,8 @@ class RunReader(RunHandles):
     async def status(self, run: str, query_timeout: timedelta = _QUERY_TIMEOUT, *, survey: bool = False) -> RunView:
         """Describe a run, within about five seconds; its own account is asked of a worker and may be missing.
 
-        `survey`: also find out what it waits for. Temporal tells, so that this works without any worker.
+        `survey`: also find out what it waits for, and what its groups do. Temporal tells, so that this works without
+        any worker.
 
         Raises:
             RunNotFoundError: no such run.
@@ -104,12 +106,13 @@ class RunReader(RunHandles):
         """
         handle = self.handle(run)
         description = await self._describe(handle, run)
-        state = _STATES[description.status] if description.status else "running"
+        state = STATES[description.status] if description.status else "running"
         (status, status_error), waiting, started_at = await asyncio.gather(
             self._query_status(handle, description, query_timeout),
             self._take_survey(run) if survey and state == "running" else _nothing(),
             self._find_start(description),
         )
+        open_groups = await self._look_at_groups(run, status) if survey and state == "running" else None
         result, failure = (None, None) if state == "running" else await self._read_result(handle)
         return RunView(
             run=run,
@@ -125,6 +128,7 @@ class RunReader(RunHandles):
             indexed=_read_indexed(description),
             result=None if status else result,
             survey=waiting,
+            open_groups=open_groups,
         )
 
     async def find_state(self, run: str) -> str | None:
@@ -137,12 +141,16 @@ class RunReader(RunHandles):
             description = await self._describe(self.handle(run), run)
         except RunNotFoundError:
             return None
-        return _STATES[description.status] if description.status else "running"
+        return STATES[description.status] if description.status else "running"
 
-    async def was_stopped(self, run: str) -> bool:
-        """Whether a run that has completed was asked to stop before its last step."""
-        result, _ = await self._read_result(self.handle(run))
-        return result is not None and result.stopped
+    async def find_step(self, run: str) -> int:
+        """Steps that a run has done by Temporal's own record, which needs no worker.
+
+        Raises:
+            RunNotFoundError: Temporal does not know the run.
+            ConnectionError: Temporal does not answer.
+        """
+        return _read_indexed(await self._describe(self.handle(run), run)).step or 0
 
     async def read_start(self, run: str) -> TrainingRunRequest:
         """What the newest execution of a run was started with.
@@ -169,7 +177,7 @@ class RunReader(RunHandles):
         found: dict[str, RunListing] = {}
         try:
             async for execution in self.temporal.list_workflows(query, limit=limit, rpc_timeout=RPC_TIMEOUT):
-                state = _STATES[execution.status] if execution.status else "running"
+                state = STATES[execution.status] if execution.status else "running"
                 listing = RunListing(execution.id.removeprefix("everroll/"), state, execution.start_time)
                 known = found.get(listing.run)
                 if known is None or known.started_at < listing.started_at:
@@ -211,6 +219,18 @@ class RunReader(RunHandles):
         try:
             async with asyncio.timeout(_SURVEY_SECONDS):
                 return await survey_run(self.temporal, run, await find_groups(self.temporal, run))
+        except TimeoutError:
+            return None
+
+    async def _look_at_groups(self, run: str, status: RunStatus | None) -> OpenGroups | None:
+        """Of a run whose workers do not answer, those that play by Temporal's index. Best effort."""
+        try:
+            async with asyncio.timeout(_GROUPS_SECONDS):
+                if status is not None:
+                    known = [*status.groups_in_flight, *status.ready_groups]
+                else:
+                    known = await find_groups(self.temporal, run)
+                return await look_at_groups(self.temporal, run, known)
         except TimeoutError:
             return None
 

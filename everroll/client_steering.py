@@ -11,10 +11,11 @@ from typing import TypeVar
 import temporalio.client
 from pydantic import ValidationError
 from temporalio.exceptions import FailureError
-from temporalio.service import RPCError
+from temporalio.service import RPCError, RPCStatusCode
 
-from everroll.client_base import RPC_TIMEOUT, RunHandles, SteeringError, translate_rpc_error
+from everroll.client_base import RPC_TIMEOUT, STATES, RunHandles, SteeringError, translate_rpc_error
 from everroll.contracts import names
+from everroll.contracts.base import list_faults
 from everroll.contracts.steering import JsonValue, SetRequest, SkipRequest, SteeringRecord, SteerRequest
 from everroll.contracts.training import ResumeRequest
 
@@ -30,8 +31,8 @@ class RunSteering(RunHandles):
         """Ask a run to stop after the step it is in.
 
         Raises:
-            RunNotFoundError: no such run, or it has ended.
-            SteeringError: it is asked to already.
+            RunNotFoundError: no such run.
+            SteeringError: it has ended, or it is asked to already.
         """
         await self._steer(run, names.UPDATE_STOP, _build_request(SteerRequest, reason))
 
@@ -39,8 +40,8 @@ class RunSteering(RunHandles):
         """Start no new group and no new episode until `resume`.
 
         Raises:
-            RunNotFoundError: no such run, or it has ended.
-            SteeringError: it is paused already.
+            RunNotFoundError: no such run.
+            SteeringError: it has ended, or it is paused already.
         """
         await self._steer(run, names.UPDATE_PAUSE, _build_request(SteerRequest, reason))
 
@@ -48,8 +49,8 @@ class RunSteering(RunHandles):
         """Go on after a pause, whoever began it. `resume_ended` is for a run that has ended.
 
         Raises:
-            RunNotFoundError: no such run, or it has ended.
-            SteeringError: it is not paused.
+            RunNotFoundError: no such run.
+            SteeringError: it has ended, or it is not paused.
         """
         await self._steer(run, names.UPDATE_RESUME, _build_request(SteerRequest, reason))
 
@@ -57,8 +58,9 @@ class RunSteering(RunHandles):
         """Change settings of a running run, by their keys in the run file; docs/steering.md says from when they count.
 
         Raises:
-            RunNotFoundError: no such run, or it has ended.
-            SteeringError: a key cannot change, a value is not valid, or all are in force already; all faults at once.
+            RunNotFoundError: no such run.
+            SteeringError: it has ended, or a key cannot change, a value is not valid, or all are in force already; all
+                faults at once.
         """
         request = _build_request(SetRequest, reason, values=dict(values))
         return SteeringRecord.model_validate(await self._steer(run, names.UPDATE_SET, request))
@@ -67,8 +69,8 @@ class RunSteering(RunHandles):
         """Drop a group that is in flight or ready.
 
         Raises:
-            RunNotFoundError: no such run, or it has ended.
-            SteeringError: the group has not started, is being trained, or is settled.
+            RunNotFoundError: no such run.
+            SteeringError: it has ended, or the group has not started, is being trained, or is settled.
         """
         await self._steer(run, names.UPDATE_SKIP, _build_request(SkipRequest, reason, group=group))
 
@@ -81,14 +83,36 @@ class RunSteering(RunHandles):
         except temporalio.client.WorkflowUpdateRPCTimeoutOrCancelledError as error:
             raise ConnectionError(build_silence(run)) from error
         except RPCError as error:
+            if error.status is RPCStatusCode.NOT_FOUND:
+                await self._refuse_ended(run)
             raise translate_rpc_error(error, run) from error
+
+    async def _refuse_ended(self, run: str) -> None:
+        """
+        Raises:
+            SteeringError: it has ended; the text says how and when.
+            RunNotFoundError: no such run.
+        """
+        try:
+            found = await self.handle(run).describe(rpc_timeout=RPC_TIMEOUT)
+        except RPCError as error:
+            raise translate_rpc_error(error, run) from error
+        if found.status is None or found.close_time is None or STATES[found.status] == "running":
+            return
+        goes_on = "" if STATES[found.status] == "completed" else f"; it goes on with: everroll resume {run}"
+        raise SteeringError(
+            f"run {run} has ended: {STATES[found.status]} at {found.close_time:%Y-%m-%d %H:%M:%S} UTC, see everroll "
+            f"status {run}{goes_on}"
+        )
 
     async def cancel(self, run: str, reason: str = "") -> None:
         """Cancel a run at once; its groups in flight are cancelled with it.
 
         Raises:
             RunNotFoundError: no such run.
+            SteeringError: it has ended.
         """
+        await self._refuse_ended(run)  # Temporal says nothing of it
         text = f"by {name_person()}" + (f": {reason}" if reason else "")
         try:
             await self.handle(run).cancel(reason=text, rpc_timeout=RPC_TIMEOUT)
@@ -122,8 +146,7 @@ def _build_request(kind: type[_R], reason: str, **values: object) -> _R:
     try:
         return kind.model_validate({"reason": reason, "by": name_person(), **values})
     except ValidationError as error:
-        faults = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
-        raise SteeringError(f"cannot be asked: {faults}") from error
+        raise SteeringError(f"cannot be asked: {'; '.join(list_faults(error))}") from error
 
 
 def build_resume(reason: str, changes: Mapping[str, JsonValue], *, from_file: bool) -> ResumeRequest:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import temporalio.client
@@ -25,10 +28,12 @@ from everroll.contracts.evaluation import (
     find_request_fault,
     select_sets,
 )
+from everroll.contracts.health import Pause
 from everroll.contracts.spec import RunSpec
 from everroll.running import find_shared_engines, goes_on, read_running
 
 _RPC_TIMEOUT = timedelta(seconds=30)
+_PAUSE_POLL_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -41,9 +46,15 @@ class Evaluated:
 
 
 async def evaluate_run(
-    client: EverrollClient, run: str, request: EvaluateRequest, version: int | None = None
+    client: EverrollClient,
+    run: str,
+    request: EvaluateRequest,
+    version: int | None = None,
+    on_notice: Callable[[str], None] | None = None,
 ) -> Evaluated:
     """Evaluate and wait for the result. `version` None: the newest.
+
+    A paused run is not asked: its evaluations would wait. `on_notice` is told of a pause that begins meanwhile.
 
     While the run goes on, its engines serve the version that is out, and only that can be evaluated; the run is not
     held up. Once it has ended, any version whose weights are kept can: they are published to the run's engines first.
@@ -55,11 +66,20 @@ async def evaluate_run(
     """
     view = await client.status(run)
     if view.state == "running":
-        return await _ask_run(client, view, request, version)
+        return await _ask_run(client, view, request, version, on_notice or (lambda text: None))
     return await _evaluate_ended(client, view, request, version)
 
 
-async def _ask_run(client: EverrollClient, view: RunView, request: EvaluateRequest, version: int | None) -> Evaluated:
+async def _ask_run(
+    client: EverrollClient,
+    view: RunView,
+    request: EvaluateRequest,
+    version: int | None,
+    on_notice: Callable[[str], None],
+) -> Evaluated:
+    pause = view.status.pause if view.status is not None else None
+    if pause is not None:
+        raise SteeringError(f"{_describe_pause(view.run, pause)}; then evaluate it")
     if version is not None and view.status is not None and view.status.weight_version != version:
         raise SteeringError(
             f"run {view.run} goes on, and its engines serve what is out: the run is at version "
@@ -74,7 +94,34 @@ async def _ask_run(client: EverrollClient, view: RunView, request: EvaluateReque
         raise SteeringError(f"run {view.run}: {describe_failure(error.cause)}") from error
     except temporalio.client.WorkflowUpdateRPCTimeoutOrCancelledError as error:
         raise ConnectionError(build_silence(view.run)) from error
-    return Evaluated(result.version, [await _wait(client, workflow_id) for workflow_id in result.workflow_ids])
+    watch = asyncio.create_task(_watch_pauses(client, view.run, on_notice))
+    try:
+        return Evaluated(result.version, [await _wait(client, workflow_id) for workflow_id in result.workflow_ids])
+    finally:
+        watch.cancel()
+        await asyncio.gather(watch, return_exceptions=True)
+
+
+async def _watch_pauses(client: EverrollClient, run: str, on_notice: Callable[[str], None]) -> None:
+    """Tell of each pause once."""
+    told: Pause | None = None
+    while True:
+        await asyncio.sleep(_PAUSE_POLL_SECONDS)
+        with contextlib.suppress(ConnectionError, LookupError):
+            status = (await client.status(run)).status
+            pause = status.pause if status is not None else None
+            if pause is not None and pause != told:
+                on_notice(f"{_describe_pause(run, pause)}; the evaluation waits for that")
+                told = pause
+
+
+def _describe_pause(run: str, pause: Pause) -> str:
+    by_itself = f", or by itself when {pause.server} answers" if pause.server else ""
+    since = datetime.fromtimestamp(pause.since, UTC)
+    return (
+        f"run {run} is paused since {since:%Y-%m-%d %H:%M:%S} UTC ({pause.message}) and plays nothing; it goes on "
+        f"with: everroll resume {run}{by_itself}"
+    )
 
 
 async def _evaluate_ended(

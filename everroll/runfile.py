@@ -234,14 +234,24 @@ def _file_faults(data: TomlTable, model_as_written: str) -> Iterator[Fault]:
         yield Fault("model.path", f": {text} holds no config.json; name a checkpoint directory in Hugging Face layout")
 
 
-def _data_faults(data: TomlTable) -> Iterator[Fault]:
+def find_input_faults(spec: RunSpec) -> list[Fault]:
+    """What a run reads as long as it goes on, and is not there: prompts, and the model that it is held close to.
+
+    A relative path is one below a worker's directory, and not looked for here.
+    """
+    data = spec.model_dump(mode="json")
+    return [*_data_faults(data, relative=False), *_reference_faults(data, relative=False)]
+
+
+def _data_faults(data: TomlTable, *, relative: bool = True) -> Iterator[Fault]:
     for section, key in _DATA_PATHS:
         table = data.get(section)
         value = table.get(key) if isinstance(table, dict) else None
         for name, paths in (value if isinstance(value, dict) else {"": value}).items():
             dotted = f"{section}.{key}.{name}" if name else f"{section}.{key}"
             for text in paths if isinstance(paths, list) else [paths]:
-                yield from _path_faults(dotted, text)
+                if relative or Path(str(text).removeprefix("file://")).is_absolute():
+                    yield from _path_faults(dotted, text)
 
 
 def _path_faults(dotted: str, text: Any) -> Iterator[Fault]:
@@ -253,9 +263,9 @@ def _path_faults(dotted: str, text: Any) -> Iterator[Fault]:
         yield Fault(dotted, f": no file matches {text}; correct it")
 
 
-def _reference_faults(data: TomlTable) -> Iterator[Fault]:
+def _reference_faults(data: TomlTable, *, relative: bool = True) -> Iterator[Fault]:
     text = _get_text(data, "train", "kl_reference")
-    if text and not Path(text, "config.json").is_file():
+    if text and (relative or Path(text).is_absolute()) and not Path(text, "config.json").is_file():
         yield Fault("train.kl_reference", f": no checkpoint directory {text}; name one in Hugging Face layout")
 
 

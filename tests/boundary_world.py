@@ -140,7 +140,7 @@ async def open_world(
                 "store_url": str(tmp_path / "store"),
                 **overrides.pop("services", {}),
             }
-            model = {"path": str(model_dir), **overrides.pop("model", {})}
+            model = {**model_section(model_dir).model_dump(), **overrides.pop("model", {})}
             data = {"path": str(prompts), **overrides.pop("data", {})}
             return build_spec(
                 run_name, task_queue, rollout=rollout, services=services, model=model, data=data, **overrides

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from pydantic import ValidationError
 
 from everroll.client import EverrollClient
+from everroll.contracts.base import word_fault
 from everroll.logs import configure_logging
 from everroll.temporal import install_runtime
 from worker.build import build_worker
@@ -123,7 +124,9 @@ def main() -> int:
     try:
         settings = load_settings(build_id=arguments.build_id, deployment_name=arguments.deployment_name)
     except ValidationError as error:
-        print(f"worker: the environment is not valid: {error}", file=sys.stderr)
+        for item in error.errors(include_url=False, include_input=False):
+            name = "_".join(map(str, item["loc"])).upper()
+            print(f"worker: EVERROLL_{name}: {word_fault(item['msg'])}", file=sys.stderr)
         return 2
     ranks = None
     if arguments.role is Role.TRAINER and int(os.environ.get("WORLD_SIZE", "1")) > 1:

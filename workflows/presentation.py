@@ -106,9 +106,9 @@ def _render_steps(status: RunStatus) -> list[str]:
 
 
 def _list_cells(record: StepRecord) -> list[str]:
-    seconds = (record.rollout_seconds, record.train_seconds, record.publish_seconds)
+    seconds = [f"{value:.1f}" for value in record.seconds] if record.seconds else ["-"] * 3
     counts = [str(record.num_episodes), show_count(record.num_sampled_tokens), str(sum(record.dropped.values()))]
-    return [str(record.step), f"{record.mean_reward:.3f}", *counts, *(f"{value:.1f}" for value in seconds)]
+    return [str(record.step), f"{record.mean_reward:.3f}", *counts, *seconds]
 
 
 def _render_evaluations(status: RunStatus) -> list[str]:

@@ -67,6 +67,7 @@ class RunDisplay:
             phase_since=self._find_shown_since(),
             num_resumes=state.num_resumes,
             steerings=state.steerings[-_STEERINGS_SHOWN:],
+            ready_groups=[ready.group for ready in state.ready],
             evaluations=state.evaluations,
             evaluations_in_flight=list(state.evaluations_in_flight.values()),
         )

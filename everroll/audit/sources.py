@@ -87,7 +87,9 @@ class RecordedEvidence:
 
     async def read_files(self) -> RunFiles:
         if not self._run_dir.is_dir():
-            raise AuditInputError(f"run {self._run}: no run directory at {self._run_dir}; name it with --run-dir")
+            raise AuditInputError(
+                f"run {self._run}: no run directory at {self._run_dir.absolute()}; name it with --run-dir"
+            )
         return await asyncio.to_thread(read_run_files, self._run_dir)
 
     async def read_played(self, directory: Path, step: int) -> TrainRequest | None:

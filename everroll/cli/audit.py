@@ -53,6 +53,8 @@ def audit(
     from everroll.audit.run import Places
     from everroll.cli.execution import execute
 
+    if journal is None:
+        _check_stack(directory)
     places = Places(journal=journal or default_journal(directory), store_url=store, run_dir=run_dir)
 
     async def check(client: EverrollClient) -> int:
@@ -72,6 +74,21 @@ def audit(
         # 1 says that the evidence was seen, and contradicts itself.
         raise CommandError(str(error), BAD_INPUT) from error
     raise typer.Exit(code)
+
+
+def _check_stack(directory: Path) -> None:
+    """
+    Raises:
+        CommandError: no local stack has been there.
+    """
+    journal = Path(default_journal(directory)).absolute()
+    if not journal.is_file():
+        raise CommandError(
+            f"no journal at {journal}: no local stack has been in this directory. Go where `everroll up` was started, "
+            f"or name its directory with --dir, e.g. --dir ~/work/{directory.name}. Without a local stack name the "
+            "session server's journal with --journal, and where the workers' paths are not seen from here, the run's "
+            "directory with --run-dir and the store with --store"
+        )
 
 
 def default_journal(directory: Path) -> str:

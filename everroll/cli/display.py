@@ -140,9 +140,7 @@ def render_steps(steps: list[StepRecord]) -> RenderableType:
             draw_bar(record.mean_reward, high, _REWARD_BAR_WIDTH),
             str(record.num_episodes),
             str(record.num_sampled_tokens),
-            f"{record.rollout_seconds:.1f} s",
-            f"{record.train_seconds:.1f} s",
-            f"{record.publish_seconds:.1f} s",
+            *([f"{value:.1f} s" for value in record.seconds] if record.seconds else ["-"] * 3),
             str(sum(record.unusable.values())),
         )
     return table

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -36,7 +37,8 @@ def evaluate(
 ) -> None:
     """Evaluate a run's weights now, and wait for the result. Exit code 1 if there is none.
 
-    The run goes on meanwhile. Once it has ended, the weights are published to its engines again first.
+    The run goes on meanwhile; one that is paused is refused. Once it has ended, the weights are published to its
+    engines again first.
     """
     from everroll.cli.execution import execute
     from everroll.evaluate import evaluate_run
@@ -44,7 +46,7 @@ def evaluate(
     request = _build_request(name, path, episodes, max_prompts)
 
     async def act(client: EverrollClient) -> int:
-        evaluated = await evaluate_run(client, run, request, version)
+        evaluated = await evaluate_run(client, run, request, version, lambda text: print(text, file=sys.stderr))
         _print(evaluated, as_json=json)
         return FAILED if any(record.failure for record in evaluated.records) else 0
 
@@ -57,6 +59,7 @@ def _build_request(
     from pydantic import ValidationError
 
     from everroll.client import name_person
+    from everroll.contracts.base import list_faults
     from everroll.contracts.evaluation import EvaluateRequest
     from everroll.runfile import resolve_input
 
@@ -69,8 +72,7 @@ def _build_request(
             by=name_person(),
         )
     except ValidationError as error:
-        text = "; ".join(f"{item['loc'][0]}: {item['msg']}" for item in error.errors(include_url=False))
-        raise CommandError(text) from error
+        raise CommandError("; ".join(list_faults(error))) from error
 
 
 def _print(evaluated: Evaluated, *, as_json: bool) -> None:

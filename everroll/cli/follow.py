@@ -6,6 +6,7 @@ import asyncio
 import json
 import sys
 from dataclasses import asdict
+from datetime import UTC, datetime
 
 from rich.console import Console
 
@@ -13,6 +14,7 @@ from everroll.cli.display import Display, make_display, render_steps
 from everroll.cli.errors import FAILED
 from everroll.cli.progress import Progress, describe_indexed, format_time, list_attention, list_evaluations
 from everroll.client import EverrollClient, RunListing, RunView
+from everroll.open_groups import OpenGroups
 
 _POLL_SECONDS = 1.0
 _STEERINGS_SHOWN = 3
@@ -105,6 +107,8 @@ def print_status(view: RunView, ui_url: str | None, *, as_json: bool) -> None:
         console.print(line, markup=False, soft_wrap=True)
     for line in list_attention(view):
         console.print(line, markup=False, soft_wrap=True)
+    for line in view.open_groups.describe(datetime.now(UTC)) if view.open_groups else []:
+        console.print(line, markup=False, soft_wrap=True)
     if view.status and view.status.last_cause:
         console.print(f"last cause: {view.status.last_cause}", markup=False, soft_wrap=True)
     for record in (view.status.steerings if view.status else [])[-_STEERINGS_SHOWN:]:
@@ -137,8 +141,16 @@ def describe_view(view: RunView, ui_url: str | None) -> dict[str, object]:
         "status_error": view.status_error,
         "indexed": asdict(view.indexed) if view.indexed else None,
         "result": view.result.model_dump(mode="json") if view.result else None,
+        "open_groups": _describe_groups(view.open_groups),
         "survey": view.survey.model_dump(mode="json") if view.survey else None,
     }
+
+
+def _describe_groups(groups: OpenGroups | None) -> dict[str, object] | None:
+    if groups is None:
+        return None
+    first = [{**asdict(group), "since": group.since.isoformat()} for group in groups.first]
+    return {"first": first, "num_more": groups.num_more}
 
 
 def print_runs(runs: list[RunListing]) -> None:

@@ -16,6 +16,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from everroll.cli.errors import CommandError
+from everroll.contracts.base import word_fault
 
 
 @dataclass(frozen=True)
@@ -137,5 +138,5 @@ def _describe_faults(error: ValidationError) -> str:
         option = "--" + "-".join(names).replace("_", "-") if names else "settings"
         # What concerns all settings together would print them all, a journal's password among them.
         given = "" if item["type"] == "missing" or not names else f" (given: {item['input']!r})"
-        lines.append(f"{option}: {item['msg']}{given}")
+        lines.append(f"{option}: {word_fault(item['msg'])}{given}")
     return "\n".join(lines)

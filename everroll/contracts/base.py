@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 
 class Payload(BaseModel):
@@ -21,3 +21,18 @@ class Spec(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, allow_inf_nan=False
     )
+
+
+def list_faults(error: ValidationError, whole: str = "") -> list[str]:
+    """`key: what is wrong with it` for each fault, in words for people; `whole` stands for a key where it concerns the
+    value as a whole."""
+    faults = []
+    for item in error.errors(include_url=False, include_input=False):
+        key = ".".join(map(str, item["loc"])) or whole
+        faults.append(f"{key}: {word_fault(item['msg'])}" if key else word_fault(item["msg"]))
+    return faults
+
+
+def word_fault(message: str) -> str:
+    """A message of pydantic without the name of the exception that a check of ours raised."""
+    return message.removeprefix("Value error, ").removeprefix("Assertion failed, ")

@@ -78,7 +78,8 @@ class Cause(Payload):
     """Base URL of the server that failed, if one did."""
 
     def __str__(self) -> str:
-        parts = [self.kind.value, self.error, self.message]
+        error = "" if self.message.startswith(f"{self.error}: ") else self.error
+        parts = [self.kind.value, error, self.message]
         text = ": ".join(part for part in parts if part)
         return f"{text} (server {self.server})" if self.server else text
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, StringConstraints, ValidationError
 
-from everroll.contracts.base import Payload
+from everroll.contracts.base import Payload, word_fault
 from everroll.contracts.spec import RunSpec
 
 MAX_STEERINGS = 50
@@ -171,7 +171,7 @@ def _describe_fault(data: dict[str, Any], location: tuple[int | str, ...], messa
     for part in location:
         value = value.get(part) if isinstance(value, dict) else value
     shown = "" if isinstance(value, dict) else f" = {json.dumps(value)}"
-    return f"{'.'.join(map(str, location))}{shown}: {message.removeprefix('Value error, ')}"
+    return f"{'.'.join(map(str, location))}{shown}: {word_fault(message)}"
 
 
 def _flatten(data: dict[str, Any], prefix: str = "") -> dict[str, Any]:

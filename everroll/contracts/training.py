@@ -187,6 +187,13 @@ class StepRecord(Payload):
     publish_seconds: float = 0.0
     metrics: dict[str, float] = Field(default_factory=dict)
 
+    @property
+    def seconds(self) -> tuple[float, float, float] | None:
+        """Of rollout, training and publishing. None of a step that was taken before a resume: its times are not on
+        record."""
+        found = (self.rollout_seconds, self.train_seconds, self.publish_seconds)
+        return found if any(found) else None
+
 
 class WatchState(Payload):
     """What the watchdog remembers; carried through continue-as-new."""
@@ -335,3 +342,5 @@ class RunStatus(Payload):
     """When it came to that phase, in Unix seconds."""
     steerings: list[SteeringRecord] = Field(default_factory=list)
     """What was asked of the run, oldest first; the latest of them."""
+    ready_groups: list[int] = Field(default_factory=list)
+    """Groups that wait to be trained."""

@@ -32,7 +32,7 @@ from pydantic_core import from_json, to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response, StreamingResponse
 
-from everroll.contracts.base import Spec
+from everroll.contracts.base import Spec, list_faults
 from everroll.contracts.names import ENGINE_TROUBLE_HEADER
 from everroll.contracts.spec import SamplingSpec
 from everroll.sessions.core import SessionCore, TurnAnswer
@@ -396,8 +396,7 @@ def _validate(model: type[_S], value: dict[str, Any]) -> _S:
     try:
         return model.model_validate(value)
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise BadRequestError(details) from error
+        raise BadRequestError("; ".join(list_faults(error))) from error
 
 
 def _json(value: dict[str, Any], status: int = 200) -> Response:

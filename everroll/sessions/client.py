@@ -148,7 +148,7 @@ class SessionClient:
                 released.add(session_id)
 
     async def info(self) -> dict[str, object]:
-        """What the server serves: model_path, renderer, tokenizer_fingerprint, engine_urls, versions."""
+        """What the server serves: model_path, renderer, chat_template, tokenizer_fingerprint, engine_urls, ..."""
         return parse_json(await self._call("GET", "/info"))
 
     async def engines(self) -> list[dict[str, object]]:

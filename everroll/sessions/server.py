@@ -207,6 +207,7 @@ def build_info(settings: SessionServerSettings, renderer: ChatRenderer) -> dict[
     return {
         "model_path": str(Path(settings.model.path).absolute()),
         "renderer": renderer.name,
+        "chat_template": settings.model.chat_template,
         "history": settings.model.history,
         "history_match": settings.model.history_match,
         "tokenizer_fingerprint": renderer.fingerprint,

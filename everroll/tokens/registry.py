@@ -6,6 +6,7 @@ from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
 
+from everroll.contracts.base import list_faults
 from everroll.failures import ConfigurationError
 from everroll.tokens.package import renderers
 
@@ -28,8 +29,9 @@ def build_package_renderer(tokenizer: Any, name: str, arguments: dict[str, Any])
         config = _CONFIG.validate_python({"name": name, **arguments})
         return renderers.create_renderer(tokenizer, config)
     except ValidationError as error:
-        details = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in error.errors())
-        raise ConfigurationError(f"model.renderer = {name!r} with {arguments}: {details}") from error
+        raise ConfigurationError(
+            f"model.renderer = {name!r} with {arguments}: {'; '.join(list_faults(error))}"
+        ) from error
     except (AssertionError, AttributeError, ImportError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         raise ConfigurationError(
             f"model.renderer = {name!r} does not fit the tokenizer of {tokenizer.name_or_path}: {error!r}"

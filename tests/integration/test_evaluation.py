@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import json
+import re
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping
@@ -27,8 +28,10 @@ from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import Phase
 from everroll.evaluate import evaluate_run
 from everroll.survey import survey_run
+from tests.conftest import TemporalServer
 from tests.integration.test_long_histories import grow_history
 from tests.integration.test_orchestration import read_status, wait_for_status
+from tests.integration.test_steering import command
 from tests.simulation import Simulation, abort, build_spec, fail, succeed
 
 
@@ -391,6 +394,37 @@ async def test_an_evaluation_holds_while_its_run_is_paused(
         await client.resume(run_name)
         result = await asyncio.wait_for(client.result(run_name), 60)
     assert [record.num_episodes for record in result.evaluations] == [4, 4]
+
+
+async def test_a_paused_run_is_not_evaluated_and_says_so(
+    temporal_server: TemporalServer, client: EverrollClient, run_name: str, task_queue: str, tmp_path: Path
+) -> None:
+    """Refused at once when it is paused; told of when it is paused while an evaluation is waited for."""
+    simulation = gate_evaluations()
+    assert simulation.gate is not None
+    simulation.train_gate = asyncio.Event()
+    spec = build(tmp_path, run_name, task_queue, {}, run={"num_steps": 1})
+    paused = rf"run {run_name} is paused since .* \(paused by request by .*: lunch\) and plays nothing"
+    async with simulation.workers(client.temporal, task_queue):
+        await client.start(spec)
+        await wait_until(lambda: len(simulation.trained) == 1)
+        told: asyncio.Queue[str] = asyncio.Queue()
+        asked = asyncio.create_task(evaluate_run(client, run_name, EvaluateRequest(), on_notice=told.put_nowait))
+        await wait_until(lambda: len(evaluated(simulation)) > 0)
+        await client.pause(run_name, "lunch")
+        notice = await asyncio.wait_for(told.get(), 60)
+        assert re.fullmatch(
+            rf"{paused}; it goes on with: everroll resume {run_name}; the evaluation waits for that", notice
+        )
+        code, text = await command(temporal_server, "eval", run_name)
+        assert code != 0
+        assert re.search(rf"{paused}; it goes on with: everroll resume {run_name}; then evaluate it", text), text
+        await client.resume(run_name)
+        simulation.gate.set()
+        simulation.train_gate.set()
+        assert (await asyncio.wait_for(asked, 60)).records[0].num_episodes == 4
+        await asyncio.wait_for(client.result(run_name), 60)
+    assert told.empty()
 
 
 async def test_a_cancelled_run_leaves_no_evaluation_behind(

@@ -428,6 +428,14 @@ async def test_a_deadline_holds_for_agents_that_block_a_thread(world: World) -> 
     ("overrides", "text"),
     [
         ({"model": {"path": "/another/model"}}, "it serves the model .*, the run trains /another/model"),
+        (
+            {"model": {"renderer": "default"}},
+            "it renders chats by qwen3, the run's model.renderer is default. Start",
+        ),
+        (
+            {"model": {"chat_template": {}}},
+            'has the arguments {"enable_thinking": false}, the run.s model.chat_template is {}. Start it anew',
+        ),
         ({"model": {"history": "rerender"}}, "its history policy is extend, the run's model.history is rerender"),
         (
             {"model": {"history_match": "strict"}},
@@ -444,6 +452,12 @@ async def test_preflight_names_what_does_not_fit(
     world.simulation.preflight = world.runs.prepare_run
     with pytest.raises(RunFailedError, match=rf"(?s)ConfigurationError: run .* cannot start:.*{text}"):
         await world.run(world.spec(**overrides))
+
+
+async def test_preflight_takes_the_renderer_that_the_server_told(world: World) -> None:
+    """Where the run file leaves it to be told."""
+    world.simulation.preflight = world.runs.prepare_run
+    assert (await world.run(world.spec(model={"renderer": "auto"}))).steps == 2
 
 
 async def test_preflight_notices_another_tokenizer(world: World, model_dir: Path) -> None:

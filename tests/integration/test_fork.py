@@ -73,11 +73,11 @@ async def test_forks_that_cannot_be_had(client: EverrollClient, run_name: str, t
             (simulation.run_dir(run_name) / "checkpoints" / f"step_{step:06d}" / "manifest.json").unlink()
         origin = ForkOrigin(run=run_name, run_dir=str(simulation.run_dir(run_name)), step=1)
         await client.fork(forked, origin, ResumeRequest())
-        with pytest.raises(RunFailedError, match=r"checkpoints of the steps 2, 3; .* can be had: 2-3"):
+        with pytest.raises(RunFailedError, match=r"checkpoints of the steps 2, 3; .* can be had: 0, 2-3"):
             await asyncio.wait_for(client.result(forked.run.name), _SECONDS)
         other = spec.model_copy(update={"run": spec.run.model_copy(update={"name": "g" + run_name[-50:]})})
         simulation.dataset = simulation.dataset.model_copy(update={"fingerprint": "other"})
-        await client.fork(other, origin.model_copy(update={"step": 3}), ResumeRequest())
+        await client.fork(other, origin.model_copy(update={"step": 2}), ResumeRequest())
         with pytest.raises(RunFailedError, match="its fingerprint was f and is now other"):
             await asyncio.wait_for(client.result(other.run.name), _SECONDS)
     assert not simulation.run_dir(forked.run.name).exists()

@@ -7,6 +7,7 @@ import sys
 import threading
 import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,10 @@ def blocking_agent(episode: Episode) -> float:
     return float(episode.args["x"])
 
 
+def agent_without_episode() -> float:
+    return 1.0
+
+
 async def raising_agent(episode: Episode) -> float:
     raise KeyError("tool")
 
@@ -59,6 +64,32 @@ async def test_what_an_agent_raises_is_an_agent_error(episode: Episode) -> None:
     with pytest.raises(AgentError, match="KeyError: 'tool'") as caught:
         await run_agent(AgentSpec(function="tests.unit.test_agents:raising_agent"), episode)
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def parsing_agent(episode: Episode) -> float:
+    return float(read_answer("{"))
+
+
+def read_answer(text: str) -> str:
+    return str(json.loads(text)["answer"])
+
+
+@pytest.mark.parametrize(
+    ("agent", "function"),
+    [(raising_agent, raising_agent), (parsing_agent, read_answer)],
+    ids=["its own", "a library's"],
+)
+async def test_the_innermost_line_of_the_users_code_is_named(
+    episode: Episode, agent: Callable[[Episode], Any], function: Callable[..., Any]
+) -> None:
+    line = function.__code__.co_firstlineno + 1
+    with pytest.raises(AgentError, match=rf"\(.*test_agents\.py:{line}\)$"):
+        await run_agent(AgentSpec(function=f"tests.unit.test_agents:{agent.__name__}"), episode)
+
+
+async def test_a_call_that_fails_before_the_users_code_names_no_line(episode: Episode) -> None:
+    with pytest.raises(AgentError, match=r"takes 0 positional arguments but 1 was given$"):
+        await run_agent(AgentSpec(function="tests.unit.test_agents:agent_without_episode"), episode)
 
 
 async def test_an_agent_is_imported_once_and_beside_the_event_loop(
@@ -85,7 +116,7 @@ async def test_an_agent_is_imported_once_and_beside_the_event_loop(
     [
         ("raise SystemExit(3)", "SystemExit: 3"),
         ("raise RuntimeError('no license')", "RuntimeError: no license"),
-        ("1 / 0", "ZeroDivisionError"),
+        ("1 / 0", r"ZeroDivisionError: .* \(.*raising_agent\.py:1\)"),
     ],
 )
 async def test_a_module_that_raises_while_it_is_imported(

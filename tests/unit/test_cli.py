@@ -13,7 +13,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
-from pydantic import Field
+from pydantic import Field, model_validator
 from rich.console import Console
 
 from everroll.cli.demo_run import judge_rewards
@@ -92,6 +92,15 @@ def test_no_server_is_one_message_and_code_1(tmp_path: Path) -> None:
     assert "Traceback" not in answer.stderr
 
 
+def test_audit_says_where_it_looked_and_what_to_name(tmp_path: Path) -> None:
+    """Before it asks any server."""
+    answer = everroll("audit", "first", "--address", "127.0.0.1:1", cwd=tmp_path)
+    assert answer.returncode == 2
+    assert answer.stderr.startswith(f"no journal at {tmp_path}/.everroll/sessions.sqlite: no local stack has been in")
+    for option in ("--dir", "--journal", "--run-dir", "--store"):
+        assert option in answer.stderr
+
+
 def test_server_command_refuses_bad_settings(tmp_path: Path) -> None:
     answer = everroll("session-server", "--port", "many", cwd=tmp_path)
     assert answer.returncode == 2
@@ -111,6 +120,12 @@ class ServerSettings(Spec):
     """Some addresses."""
     quick: bool = False
     limit: float | None = None
+
+    @model_validator(mode="after")
+    def _check_limit(self) -> ServerSettings:
+        if self.quick and self.limit == 0:
+            raise ValueError("quick, but limited to nothing")
+        return self
 
 
 def read(*arguments: str, **environment: str) -> ServerSettings:
@@ -137,6 +152,8 @@ def test_options_are_refused_by_name() -> None:
         read()
     with pytest.raises(CommandError, match=r"--limit: .* \(given: 'x'\)"):
         read("--model-path", "m", "--urls", "a", "--limit", "x")
+    with pytest.raises(CommandError, match=r"^settings: quick, but limited to nothing$"):
+        read("--model-path", "m", "--urls", "a", "--quick", "--limit", "0")
 
 
 def test_overrides_need_a_key_and_a_value() -> None:
@@ -251,6 +268,11 @@ def test_live_panel_and_table_show_the_run() -> None:
     panel = render(render_progress(progress, "http://ui/run"))
     for text in ("2/4", "2 in flight, 1 of 3 ready", "3 (timeout 1, transport 2)", "http://ui/run", "0.500"):
         assert text in panel
+    timed = make_step(3, 0.5).model_copy(update={"train_seconds": 1.25})
+    table = render(render_steps([*progress.ordered_steps, timed]))
+    before, _, after = table.splitlines()[1:]
+    assert before.split()[-4:] == ["-", "-", "-", "2"], "times of steps before a resume are not on record"
+    assert after.split()[-7:] == ["0.0", "s", "1.2", "s", "0.0", "s", "2"]
     table = render(render_steps(progress.ordered_steps))
     assert [line.split()[:2] for line in table.splitlines()[1:]] == [["1", "0.250"], ["2", "0.500"]]
 

@@ -69,6 +69,12 @@ def test_the_last_steps_are_a_table_newest_first() -> None:
     assert len({len(line) for line in lines}) == 1
 
 
+def test_a_step_before_a_resume_has_no_times() -> None:
+    untimed = build_step(1).model_copy(update=dict.fromkeys(("rollout_seconds", "train_seconds", "publish_seconds"), 0))
+    line = render_details(build_status(recent_steps=[untimed])).split("```")[1].strip("\n").splitlines()[1]
+    assert line.split()[-3:] == ["-", "-", "-"]
+
+
 def test_losses_are_a_table_by_cause() -> None:
     status = build_status(
         dropped_groups={"stale": 1, "agent": 2},

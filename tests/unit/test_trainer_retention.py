@@ -6,12 +6,15 @@ from pathlib import Path
 
 import pytest
 
-from everroll.contracts.rollout import GroupManifest
-from everroll.contracts.spec import TrainSection
+from activities.forking import plan_fork, write_fork
+from everroll.contracts.rollout import DatasetRef, GroupManifest
+from everroll.contracts.spec import RunSpec, TrainSection
+from everroll.contracts.training import ForkOrigin, ResumeRequest
+from everroll.run_record import RunRecord
 from everroll.store import LocalStore, StoreError
 from tests.trainer_helpers import build_prepare_request, build_request
 from trainer import retention
-from trainer.durable import MANIFEST_NAME, write_directory
+from trainer.durable import MANIFEST_NAME, hash_file, write_directory
 from trainer.retention import prune
 from trainer.rundir import RunDirectory
 from trainer.service import Trainer
@@ -126,6 +129,8 @@ def test_a_run_resumes_from_what_was_kept(tmp_path: Path) -> None:
             trainer.train_step(build_request(root, step, train), lambda text: None)
         trainer.close()
 
+    run_steps(tmp_path, 1, 0)
+    beginning = hash_file(tmp_path / "run" / "weights" / "step_000000" / "model.safetensors")
     run_steps(tmp_path, 1, 3)
     assert RunDirectory(tmp_path / "run").request_steps() == [3]
     run_steps(tmp_path, 4, 4)
@@ -133,3 +138,27 @@ def test_a_run_resumes_from_what_was_kept(tmp_path: Path) -> None:
     run_steps(clean, 1, 4)
     weights = [root / "run" / "weights" / "step_000004" / "model.safetensors" for root in (tmp_path, clean)]
     assert weights[0].read_bytes() == weights[1].read_bytes()
+    assert 0 not in RunDirectory(tmp_path / "run").checkpoint_steps()
+    assert _fork_from_the_beginning(tmp_path, train) == beginning
+
+
+def _fork_from_the_beginning(root: Path, train: TrainSection) -> str:
+    """sha256 of the weights that the fork begins with; its origin has no checkpoint of step 0 any more."""
+    spec = RunSpec.model_validate(
+        {
+            "run": {"name": "fork", "num_steps": 4, "output_dir": str(root)},
+            "model": {"path": str(root / "model")},
+            "data": {"path": "p"},
+            "rollout": {"agent": {"function": "a:b"}},
+        }
+    )
+    dataset = DatasetRef(path="p", fingerprint="f", num_prompts=1, seed=0, shuffle=False)
+    origin = ForkOrigin(run="run", run_dir=str(root / "run"), step=0)
+    branch = plan_fork(origin, RunRecord(spec=spec, dataset=dataset, executions=["a"]), spec, ResumeRequest())
+    assert branch.checkpoint is None
+    write_fork(origin, branch, spec, dataset, "b")
+    trainer = Trainer()
+    weights = trainer.prepare(build_prepare_request(root, train).model_copy(update={"run_dir": str(root / "fork")}))
+    trainer.close()
+    assert weights.version == 0
+    return hash_file(Path(weights.path) / "model.safetensors")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
 
+from everroll.contracts.base import list_faults
 from everroll.engines.embedded.sequence import FinishKind, SamplingParams, Sequence
 
 TokenId = Annotated[StrictInt, Field(ge=0)]
@@ -178,8 +179,4 @@ def _build_text(body: GenerateBody, sequence: Sequence, decoder: TextDecoder | N
 
 
 def _describe(error: ValidationError) -> str:
-    problems = []
-    for item in error.errors(include_url=False, include_input=False)[:5]:
-        where = ".".join(str(part) for part in item["loc"]) or "body"
-        problems.append(f"{where}: {item['msg']}")
-    return "; ".join(problems)
+    return "; ".join(list_faults(error, whole="body")[:5])
