@@ -158,8 +158,8 @@ async def _read_status(client: EverrollClient) -> RunStatus | None:
 
 async def _end_run(client: EverrollClient) -> None:
     """Its groups end their episodes; what is still left ends with the stack."""
-    await client.cancel(RUN, "the measurement is over")
     with contextlib.suppress(Exception):
+        await client.cancel(RUN, "the measurement is over")
         await asyncio.wait_for(client.result(RUN), _END_SECONDS)
 
 
