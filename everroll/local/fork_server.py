@@ -20,20 +20,31 @@ import runpy
 import select
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from everroll.local import launch
 
-_set_title: Callable[[str], None] | None = None
-with contextlib.suppress(ImportError):  # with it, `ps` and `top` tell the processes apart
-    from setproctitle import getproctitle, setproctitle
+_NAME = Path("/proc/self/comm")
+_NAME_AT_START = _NAME.read_bytes().rstrip(b"\n")
+with contextlib.suppress(ImportError):  # with it, `ps` tells the processes apart
+    import setproctitle
 
-    getproctitle()  # it finds its place in memory now, before the environment is changed
-    _set_title = setproctitle
+    setproctitle.getproctitle()  # it finds its place in memory now, before the environment is changed
+    _NAME.write_bytes(_NAME_AT_START)
 
 Wanted = dict[str, Any]
 """`number` of the request, `modules` that it needs, `argv`, `cwd`, `log`, and `env`, which is added to the server's."""
+
+_TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+"""What asks a program to end. A service manager asks all processes at once; the forks shall then end in good order, as
+they could not if the server did. The supervisor ends it, or the end of the requests."""
+
+
+def _do_nothing(number: int, frame: FrameType | None) -> None:
+    """A signal's handler, not `SIG_IGN`: programs that an imported module runs would inherit that."""
 
 
 class Server:
@@ -44,6 +55,7 @@ class Server:
         self._answers = answers
         self._left = list(modules)
         self._waiting: list[Wanted] = []
+        self._forks: set[int] = set()
         self._pending = b""
         self._is_open = True
         self._woken, self._wake = os.pipe()
@@ -53,7 +65,7 @@ class Server:
         shall `become`, in the server None at the end."""
         for handle in (self._woken, self._wake):
             os.set_blocking(handle, False)
-        signal.signal(signal.SIGCHLD, lambda number, frame: None)
+        self._handlers = {number: signal.signal(number, _do_nothing) for number in (signal.SIGCHLD, *_TO_END)}
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         while self._is_open:
             self._read()
@@ -83,10 +95,15 @@ class Server:
     def _fork(self, wanted: Wanted) -> int:
         server = os.getpid()
         gc.freeze()  # a collection in a fork would write to, and so copy, all that is shared
+        for stream in (sys.stdout, sys.stderr):  # what a module has printed would be in each fork's log, too
+            stream.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, _TO_END)  # a fork must not miss one before it heeds them
         pid = os.fork()
         if pid == 0:
             self._leave(server)
             return pid
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_END)
+        self._forks.add(pid)
         with contextlib.suppress(OSError):  # it does so itself, too: whoever is first
             os.setpgid(pid, pid)
         self._tell(number=wanted["number"], pid=pid)
@@ -97,7 +114,9 @@ class Server:
         os.setpgid(0, 0)
         launch.die_with_parent(server)
         signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        for number, handler in self._handlers.items():
+            signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_END)
         for handle in (self._requests, self._answers, self._woken, self._wake):
             os.close(handle)
 
@@ -109,7 +128,9 @@ class Server:
                 return
             if pid == 0:
                 return
-            self._tell(ended=pid, code=os.waitstatus_to_exitcode(status))
+            if pid in self._forks:  # an imported module may have left a child of its own
+                self._forks.remove(pid)
+                self._tell(ended=pid, code=os.waitstatus_to_exitcode(status))
 
     def _tell(self, **values: object) -> None:
         os.write(self._answers, json.dumps(values).encode() + b"\n")
@@ -136,8 +157,7 @@ def become(wanted: Wanted) -> None:
     sys.path[:0] = [wanted["cwd"], *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
     sys.argv = [argv[2], *argv[3:]]
     _draw_other_numbers()
-    if _set_title is not None:
-        _set_title(" ".join(argv))
+    _show_as(" ".join(argv))
     runpy.run_module(argv[2], run_name="__main__", alter_sys=True)
 
 
@@ -147,6 +167,13 @@ def preload(module: str) -> None:
         importlib.import_module(module)
     except Exception as error:
         print(f"{module} is not imported ahead: {error!r}", file=sys.stderr, flush=True)
+
+
+def _show_as(title: str) -> None:
+    """In `ps`; the program's name, by which `top` and `killall` know it, stays."""
+    if "setproctitle" in sys.modules:
+        setproctitle.setproctitle(title)
+        _NAME.write_bytes(_NAME_AT_START)  # it had become the title's begin
 
 
 def _draw_other_numbers() -> None:

@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from everroll.local.identity import ProcessIdentity, identify
 from everroll.local.process import LAUNCHER, Preload, ProcessSpec, begin_log, kill_group
@@ -53,13 +54,25 @@ class ForkedChild:
                 os.kill(self.identity.pid, number)
 
 
+class _Fork(NamedTuple):
+    pid: int
+    ended: asyncio.Future[int]
+    """Its exit code; it may have ended before anybody asks."""
+
+
+def _end_unclaimed(started: asyncio.Future[_Fork]) -> None:
+    """End a fork whose start was cancelled as it came. One that is still to come is ended then."""
+    if started.done() and not started.cancelled() and started.exception() is None:
+        kill_group(started.result().pid)
+
+
 class Forks:
     """What a server of forks says and is asked, over its two pipes."""
 
     def __init__(self, answers: asyncio.StreamReader, requests: asyncio.WriteTransport) -> None:
         self._requests = requests
         self._number = 0
-        self._started: dict[int, asyncio.Future[int]] = {}
+        self._started: dict[int, asyncio.Future[_Fork]] = {}
         self._ended: dict[int, asyncio.Future[int]] = {}
         self._reader = asyncio.create_task(self._read(answers))
 
@@ -71,7 +84,8 @@ class Forks:
         """
         begin_log(log, spec.argv)
         self._number += 1
-        started = self._started[self._number] = asyncio.get_running_loop().create_future()
+        started: asyncio.Future[_Fork] = asyncio.get_running_loop().create_future()
+        self._started[self._number] = started
         wanted = {
             "number": self._number,
             "modules": spec.modules,
@@ -81,11 +95,17 @@ class Forks:
             "env": spec.env,
         }
         self._requests.write(json.dumps(wanted).encode() + b"\n")
+        fork = None
         try:
-            pid = await asyncio.wait_for(started, _FORK_SECONDS)
+            # Not `wait_for`: in Python 3.11 it swallows a cancellation that comes together with the result.
+            async with asyncio.timeout(_FORK_SECONDS):
+                fork = await started
         except TimeoutError as error:
             raise ForkError(f"it has not forked within {_FORK_SECONDS:g} s") from error
-        return ForkedChild(pid, self._ended[pid], spec.stop_timeout_seconds)
+        finally:
+            if fork is None:
+                _end_unclaimed(started)
+        return ForkedChild(fork.pid, fork.ended, spec.stop_timeout_seconds)
 
     @property
     def is_over(self) -> bool:
@@ -105,10 +125,13 @@ class Forks:
 
     def _take(self, told: dict[str, int]) -> None:
         if "pid" in told:
-            self._ended[told["pid"]] = asyncio.get_running_loop().create_future()
+            fork = _Fork(told["pid"], asyncio.get_running_loop().create_future())
+            self._ended[fork.pid] = fork.ended
             started = self._started.pop(told["number"])
-            if not started.done():
-                started.set_result(told["pid"])
+            if started.done():  # nobody waits for it any more
+                kill_group(fork.pid)
+            else:
+                started.set_result(fork)
         else:
             self._ended.pop(told["ended"]).set_result(told["code"])
 

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
+import os
+import signal
+import subprocess
 import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from everroll.local.forks import ForkedChild
+from everroll.local.forks import ForkedChild, Forks
 from everroll.local.process import Child, Preload, ProcessSpec, RunningChild
 from everroll.local.readiness import HttpReady
 from everroll.local.root import find_root
@@ -104,16 +110,120 @@ async def test_where_nothing_can_be_forked_it_starts_from_nothing(tmp_path: Path
     assert "it is started from nothing" in told[0]
 
 
-async def test_a_fork_is_stopped_as_any_process(tmp_path: Path) -> None:
-    spec = ProcessSpec(
+async def test_what_an_imported_module_leaves_behind_is_not_taken_for_a_fork(tmp_path: Path) -> None:
+    """A child that has ended, and text that is not written out yet."""
+    (tmp_path / "leaves_much.py").write_text(
+        "import os, subprocess\n"
+        "left = subprocess.Popen(['true'])\n"
+        "os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)\n"
+        "print('said once')\n"
+    )
+    preload = Preload("preloaded", tmp_path, {"PYTHONPATH": str(find_root())})
+    spec = dataclasses.replace(plan_probe(tmp_path, "3", modules=("leaves_much",)), preload=preload)
+    starter = LocalStarter(tmp_path, print)
+    await starter.prepare([spec])
+    try:
+        child = await starter.start(spec, tmp_path / "probe.log")
+        assert isinstance(child, ForkedChild)
+        assert await end(child) == 3
+    finally:
+        await starter.close()
+    assert "said once" not in (tmp_path / "probe.log").read_text()
+    assert (tmp_path / "preloaded.log").read_text().count("said once") == 1
+
+
+def plan_server(directory: Path) -> ProcessSpec:
+    return ProcessSpec(
         name="server",
         argv=(sys.executable, "-m", "http.server", "0", "--bind", "127.0.0.1"),
         ready=HttpReady("http://127.0.0.1:1"),
         stage=0,
-        cwd=tmp_path,
+        cwd=directory,
         preload=PRELOAD,
         modules=("http.server",),
     )
+
+
+async def test_who_asks_all_processes_to_end_does_not_kill_the_forks(tmp_path: Path) -> None:
+    """As a service manager does: each fork ends in good order, which it could not if the server were gone."""
+    spec = plan_server(tmp_path)
+    starter = LocalStarter(tmp_path, print)
+    await starter.prepare([spec])
+    try:
+        first = await starter.start(spec, tmp_path / "first.log")
+        server = parent_of(first.identity.pid)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.kill(server, number)
+        second = await starter.start(spec, tmp_path / "second.log")
+        assert parent_of(second.identity.pid) == parent_of(first.identity.pid) == server
+        os.kill(first.identity.pid, signal.SIGTERM)
+        assert await end(first) == -signal.SIGTERM
+    finally:
+        await starter.close()
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@asynccontextmanager
+async def open_forks() -> AsyncIterator[tuple[Forks, asyncio.StreamReader]]:
+    """What a server would say is said by the test, so that it comes just when it may do harm."""
+    requests, ours = os.pipe()
+    loop = asyncio.get_running_loop()
+    transport, _ = await loop.connect_write_pipe(asyncio.Protocol, os.fdopen(ours, "wb", 0))
+    answers = asyncio.StreamReader()
+    forks = Forks(answers, transport)
+    try:
+        yield forks, answers
+    finally:
+        await forks.close()
+        transport.close()
+        os.close(requests)
+
+
+def begin(*command: str) -> subprocess.Popen[bytes]:
+    """A process that leads a group, as a fork does."""
+    return subprocess.Popen(command, process_group=0)
+
+
+def say(answers: asyncio.StreamReader, **values: int) -> None:
+    answers.feed_data(json.dumps(values).encode() + b"\n")
+
+
+async def test_a_fork_that_ends_before_anybody_looks_has_ended(tmp_path: Path) -> None:
+    """A busy supervisor reads both at once: that there is one, and how it ended."""
+    process = begin("true")
+    process.wait(timeout=60)
+    async with open_forks() as (forks, answers):
+        starting = asyncio.create_task(forks.start(plan_probe(tmp_path), tmp_path / "probe.log"))
+        await asyncio.sleep(0)
+        say(answers, number=1, pid=process.pid)
+        say(answers, ended=process.pid, code=7)
+        assert await end(await asyncio.wait_for(starting, 60)) == 7
+
+
+@pytest.mark.parametrize("is_late", [True, False], ids=["before it is there", "as it comes"])
+async def test_a_start_that_is_cancelled_leaves_no_fork(tmp_path: Path, is_late: bool) -> None:
+    process = begin("sleep", "60")
+    async with open_forks() as (forks, answers):
+        starting = asyncio.create_task(forks.start(plan_probe(tmp_path), tmp_path / "probe.log"))
+        await asyncio.sleep(0)
+        if is_late:
+            starting.cancel()
+        say(answers, number=1, pid=process.pid)
+        await asyncio.sleep(0)
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asyncio.wait_for(starting, 60)
+    try:
+        assert process.wait(timeout=20) == -signal.SIGKILL
+    finally:
+        process.kill()
+
+
+async def test_a_fork_is_stopped_as_any_process(tmp_path: Path) -> None:
+    spec = plan_server(tmp_path)
     starter = LocalStarter(tmp_path, print)
     await starter.prepare([spec])
     try:
