@@ -184,6 +184,7 @@ async def test_one_of_two_processes_is_killed_and_agents_go_on(
                 assert sample.token_ids.tolist() == max(prompts, key=len) + reply
                 assert (await client.describe(name))["num_turns"] == NUM_TURNS
         assert await asyncio.to_thread(server.terminate) == 0
+    assert "Fatal Python error" not in (tmp_path / "server.log").read_text()
 
 
 async def play(client: SessionClient, name: str) -> None:
