@@ -65,7 +65,9 @@ class Server:
         shall `become`, in the server None at the end."""
         for handle in (self._woken, self._wake):
             os.set_blocking(handle, False)
-        self._handlers = {number: signal.signal(number, _do_nothing) for number in (signal.SIGCHLD, *_TO_END)}
+        self._handlers = {number: signal.signal(number, _do_nothing) for number in _TO_END}
+        # In the middle of an import, too, which may take seconds.
+        self._handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda number, frame: self._reap())
         signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
         while self._is_open:
             self._read()
@@ -103,10 +105,10 @@ class Server:
             self._leave(server)
             return pid
         signal.pthread_sigmask(signal.SIG_UNBLOCK, _TO_END)
-        self._forks.add(pid)
         with contextlib.suppress(OSError):  # it does so itself, too: whoever is first
             os.setpgid(pid, pid)
         self._tell(number=wanted["number"], pid=pid)
+        self._forks.add(pid)  # not before: its end would be told first
         return pid
 
     def _leave(self, server: int) -> None:
@@ -121,15 +123,14 @@ class Server:
             os.close(handle)
 
     def _reap(self) -> None:
-        while True:
+        """Tell of the forks that have ended. Another child is an imported module's own, which waits for it itself."""
+        for pid in list(self._forks):
             try:
-                pid, status = os.waitpid(-1, os.WNOHANG)
-            except ChildProcessError:
-                return
-            if pid == 0:
-                return
-            if pid in self._forks:  # an imported module may have left a child of its own
-                self._forks.remove(pid)
+                ended, status = os.waitpid(pid, os.WNOHANG)
+            except ChildProcessError:  # told already: a signal came in between
+                continue
+            if ended:
+                self._forks.discard(pid)
                 self._tell(ended=pid, code=os.waitstatus_to_exitcode(status))
 
     def _tell(self, **values: object) -> None:

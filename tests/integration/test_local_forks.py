@@ -132,6 +132,32 @@ async def test_what_an_imported_module_leaves_behind_is_not_taken_for_a_fork(tmp
     assert (tmp_path / "preloaded.log").read_text().count("said once") == 1
 
 
+async def test_the_end_of_a_fork_is_told_while_the_server_imports(tmp_path: Path) -> None:
+    """What is asked for during one import runs, and ends, during the next."""
+    for module in ("first", "second"):
+        (tmp_path / f"{module}.py").write_text(
+            "import pathlib, time\n"
+            "deadline = time.monotonic() + 60\n"
+            f"while not pathlib.Path('go-{module}').exists() and time.monotonic() < deadline:\n"
+            "    time.sleep(0.01)\n"
+        )
+    preload = Preload("preloaded", tmp_path, {"PYTHONPATH": str(find_root())})
+    specs = [
+        dataclasses.replace(plan_probe(tmp_path, "3", modules=(module,)), preload=preload)
+        for module in ("first", "second")
+    ]
+    starter = LocalStarter(tmp_path, print)
+    await starter.prepare(specs)
+    try:
+        starting = asyncio.create_task(starter.start(specs[0], tmp_path / "probe.log"))
+        await asyncio.sleep(0)
+        (tmp_path / "go-first").touch()
+        child = await asyncio.wait_for(starting, 60)
+        assert await asyncio.wait_for(child.wait(), 30) == 3
+    finally:
+        await starter.close()
+
+
 def plan_server(directory: Path) -> ProcessSpec:
     return ProcessSpec(
         name="server",
