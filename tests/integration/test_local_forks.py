@@ -118,7 +118,7 @@ async def test_what_an_imported_module_leaves_behind_is_not_taken_for_a_fork(tmp
         "os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)\n"
         "print('said once')\n"
     )
-    preload = Preload("preloaded", tmp_path, {"PYTHONPATH": str(find_root())})
+    preload = Preload("preloaded", tmp_path, {"PYTHONPATH": str(find_root()), "PYTHONUNBUFFERED": ""})
     spec = dataclasses.replace(plan_probe(tmp_path, "3", modules=("leaves_much",)), preload=preload)
     starter = LocalStarter(tmp_path, print)
     await starter.prepare([spec])
