@@ -1,6 +1,6 @@
 """How long until work goes on after a kill, and what is lost: Everroll, and a plain asyncio loop.
 
-    python -m benchmarks.durability [--kills 10] [--victims rollout trainer ...] [--json]
+    python -m benchmarks.durability [--kills 10] [--victims "rollout worker" trainer ...] [--json]
 
 A run with a tiny model on the local stack, all on this machine, with two rollout workers. Each victim is killed again
 and again with SIGKILL, and the supervisor starts it again as `everroll up` does. Measured is the time from the kill to
@@ -16,9 +16,10 @@ the next useful event, which is
     everything         an agent sees its next turn; counted from the start of `everroll up`
     plain loop         the first turn that it had not played before; counted from the kill
 
-Lost turns are those that the engine was asked for and that nobody recorded; those that an agent is given again from the
-record are not. Lost tokens are those turns times the tokens of a mean turn; of the plain loop they are counted. On a
-machine that does other things too, times are longer: starting Python and torch is most of them.
+Lost turns are those that the engine was asked for and that nobody recorded, and those of sessions that were given up
+because their episode was begun anew; those that an agent is given again from the record are not. Lost tokens are those
+turns times the tokens of a mean turn; of the plain loop they are counted. On a machine that does other things too,
+times are longer: starting Python and torch is most of them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import time
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from everroll.contracts import names
 from everroll.local.ports import choose_port
@@ -55,6 +57,7 @@ SIZE = Size(
     turns=4,
     train_heartbeat_seconds=5.0,
     continue_as_new_events=4096,
+    checkpoint_every=1,
     forked=False,
 )
 _EVENT_SECONDS = 180.0
@@ -108,7 +111,8 @@ async def measure(world: World, victim: str, num_kills: int, rng: random.Random)
     turns = (after.turns - before.turns) / num_kills
     seen = world.read_seen()
     tokens = turns * statistics.mean(turn.tokens for turn in seen)
-    return Measured("everroll", victim, seconds, turns, tokens, (after.episodes - before.episodes) / num_kills)
+    episodes = (after.episodes - before.episodes) / num_kills
+    return told(Measured("everroll", victim, seconds, turns, tokens, episodes))
 
 
 async def count_lost(world: World) -> Counts:
@@ -119,8 +123,17 @@ async def count_lost(world: World) -> Counts:
         if _is_training(world) and generated == count_generated(world):
             break
     with contextlib.closing(sqlite3.connect(f"file:{world.journal}?mode=ro", uri=True, timeout=10)) as journal:
-        episodes = journal.execute("SELECT count(*) FROM sessions WHERE session_id NOT LIKE '%-0'").fetchone()[0]
-    return Counts(generated - recorded, episodes)
+        sessions = journal.execute(
+            "SELECT session_id, (SELECT count(*) FROM turns WHERE turns.session_id = sessions.session_id) FROM sessions"
+        ).fetchall()
+    last: dict[str, tuple[int, int]] = {}
+    given_up = 0
+    for session_id, num_turns in sessions:
+        episode, _, attempt = session_id.rpartition("-")
+        earlier, later = sorted([last.get(episode, (-1, 0)), (int(attempt), num_turns)])
+        given_up += earlier[1]
+        last[episode] = later
+    return Counts(generated - recorded + given_up, len(sessions) - len(last))
 
 
 async def kill_rollout_worker(world: World, rng: random.Random) -> float:
@@ -276,6 +289,16 @@ _KILLS: dict[str, Callable[[World, random.Random], Awaitable[float]]] = {
 }
 
 
+@dataclass(frozen=True)
+class PlainLoss:
+    """Of one kill of the plain loop: seconds until a turn that had not been played before, and what was lost."""
+
+    seconds: float
+    turns: int
+    tokens: int
+    episodes: int
+
+
 class PlainLoop:
     """`benchmarks.plain_loop` and its engine, each a process that is started again at once when it ends."""
 
@@ -288,7 +311,8 @@ class PlainLoop:
         self.loop: subprocess.Popen[bytes] | None = None
 
     def start_engine(self) -> None:
-        command = [sys.executable, "-m", "everroll.cli", "engine", "--model-path", str(self.model)]
+        """As that of Everroll's runs."""
+        command = [sys.executable, "-m", "everroll.cli", "engine", "--model-path", str(self.model), "--deterministic"]
         self.engine = self._start([*command, "--port", str(self.port), "--num-threads", "1"])
 
     def start_loop(self) -> None:
@@ -299,24 +323,22 @@ class PlainLoop:
     def url(self) -> str:
         return f"http://127.0.0.1:{self.port}"
 
-    def read_seen(self) -> list[dict[str, float]]:
+    def read_seen(self) -> list[dict[str, Any]]:
         path = self.directory / "seen.jsonl"
         return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
 
     def count_steps(self) -> int:
         return len(list(self.directory.glob("checkpoint-*")))
 
-    def kill_and_wait(self, victim: str) -> tuple[float, int, float]:
-        """Seconds until the first turn that had not been played before, lost turns, lost tokens.
-
-        The step that was under way is played again; its turns up to where it was are work done twice.
-        """
+    def kill_and_wait(self, victim: str) -> PlainLoss:
+        """The step that was under way is played again; its turns up to where it was are work done twice."""
         killed = time.time()
         step = self.count_steps()
         for process in (self.engine, self.loop) if victim == "everything" else (self._find(victim),):
             assert process is not None
             process.kill()
             process.wait(30)
+        known = {(line["session"], line["turn"]) for line in self.read_seen()}
         lost = [line for line in self.read_seen() if str(line["session"]).startswith(f"{step}-")]
         if victim != "loop":
             self.start_engine()
@@ -325,10 +347,15 @@ class PlainLoop:
         begin = len(self.read_seen())
         self.start_loop()  # it loads while the engine does
         deadline = time.monotonic() + _EVENT_SECONDS
-        while len(lines := self.read_seen()) <= begin + len(lost):
+        while True:
+            for line in self.read_seen()[begin:]:
+                if (line["session"], line["turn"]) not in known:
+                    sessions = {line["session"] for line in lost}
+                    return PlainLoss(
+                        line["at"] - killed, len(lost), sum(line["tokens"] for line in lost), len(sessions)
+                    )
             assert time.monotonic() < deadline, "the plain loop does not get on"
             time.sleep(_LOOK_SECONDS)
-        return lines[begin + len(lost)]["at"] - killed, len(lost), sum(line["tokens"] for line in lost)
 
     def _find(self, victim: str) -> subprocess.Popen[bytes] | None:
         return self.engine if victim == "engine" else self.loop
@@ -355,11 +382,16 @@ def measure_plain(directory: Path, num_kills: int, rng: random.Random) -> Iterat
                 _await_rollouts(loop)
                 time.sleep(rng.uniform(0, 0.5))
                 kills.append(loop.kill_and_wait(victim))
-                print(f"plain loop, {victim}: {kills[-1][0]:.2f} s", file=sys.stderr)
-            seconds, turns, tokens = zip(*kills, strict=True)
-            episodes = SIZE.groups_per_step * SIZE.episodes_per_group
-            yield Measured(
-                "plain loop", victim, list(seconds), statistics.mean(turns), statistics.mean(tokens), episodes
+                print(f"plain loop, {victim}: {kills[-1].seconds:.2f} s", file=sys.stderr)
+            yield told(
+                Measured(
+                    "plain loop",
+                    victim,
+                    [kill.seconds for kill in kills],
+                    statistics.mean(kill.turns for kill in kills),
+                    statistics.mean(kill.tokens for kill in kills),
+                    statistics.mean(kill.episodes for kill in kills),
+                )
             )
     finally:
         loop.stop()
@@ -374,27 +406,38 @@ def _await_rollouts(loop: PlainLoop) -> None:
         time.sleep(_LOOK_SECONDS)
 
 
-async def measure_everroll(directory: Path, victims: list[str], num_kills: int, rng: random.Random) -> list[Measured]:
+async def measure_everroll(
+    directory: Path, victims: list[str], num_kills: int, rng: random.Random
+) -> tuple[list[Measured], dict[str, Any]]:
+    """What was measured, and the run's settings."""
     async with open_world(SIZE, directory, lambda text: None) as world:
         await world.start_run()
         await _until(lambda: world.count_steps() >= 2)
         measured = [await measure(world, victim, num_kills, rng) for victim in victims]
         handle = world.client.temporal.get_workflow_handle(names.run_workflow_id(RUN))
         await handle.cancel()
+    return measured, world.spec.model_dump(mode="json")
+
+
+def told(measured: Measured) -> Measured:
+    """Say it as soon as it is known: all of it takes half an hour."""
+    print(render_row(measured), file=sys.stderr, flush=True)
     return measured
 
 
 def render(measured: list[Measured]) -> str:
     lines = [
-        "| system | killed | median s | worst s | lost turns | lost tokens | episodes begun anew |",
-        "|---|---|---|---|---|---|---|",
+        "| system | killed | kills | median s | worst s | lost turns | lost tokens | episodes begun anew |",
+        "|---|---|---|---|---|---|---|---|",
     ]
-    lines += [
-        f"| {item.system} | {item.victim} | {item.median:.1f} | {max(item.seconds):.1f} | {item.lost_turns:.1f} "
-        f"| {item.lost_tokens:.0f} | {item.lost_episodes:.1f} |"
-        for item in measured
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *map(render_row, measured)])
+
+
+def render_row(item: Measured) -> str:
+    return (
+        f"| {item.system} | {item.victim} | {len(item.seconds)} | {item.median:.1f} | {max(item.seconds):.1f} "
+        f"| {item.lost_turns:.1f} | {item.lost_tokens:.0f} | {item.lost_episodes:.1f} |"
+    )
 
 
 def main() -> None:
@@ -410,15 +453,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="everroll-durability-") as root:
         everroll, plain = Path(root, "everroll"), Path(root, "plain")
         plain.mkdir()
-        measured = []
+        measured: list[Measured] = []
+        settings: dict[str, Any] = {}
         if options.victims:
             work = measure_everroll(everroll, options.victims, options.kills, random.Random(0))
-            measured += asyncio.run(work)
+            measured, settings = asyncio.run(work)
         if not options.no_plain:
             measured += measure_plain(plain, options.kills, random.Random(0))
     if options.json:
         results = [asdict(item) | {"median": item.median, "worst": max(item.seconds)} for item in measured]
-        print(json.dumps({"settings": asdict(SIZE), "kills": options.kills, "results": results}))
+        print(json.dumps({"run": settings, "size": asdict(SIZE), "kills": options.kills, "results": results}))
     else:
         print(render(measured))
 

@@ -8,7 +8,7 @@ episodes in flight, each in a session of its own, with a few turns and waits of 
 seconds memory, processor time, open files and threads of each process are read, and the sizes of Temporal's database
 and of the journal. It prints a table over time, per process the growth of its memory per hour after warm-up, and what
 went wrong: workflow tasks that failed or timed out, activities whose heartbeat came too late, episodes aborted, by
-cause. The exit code is 1 if any did. Linux only.
+cause, or that so many episodes were never in flight. The exit code is 1 if any did. Linux only.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ _QUERY_TIMEOUT = timedelta(seconds=30)
 _END_SECONDS = 60.0
 _SAMPLE_SECONDS = (1.0, 15.0)
 _RAMP_ATTEMPTS = 3
+_REACHED_SHARE = 0.95
 _FAULTS = (
     "failed_workflow_tasks",
     "timed_out_workflow_tasks",
@@ -183,6 +184,9 @@ def build_result(
         "samples": [asdict(sample) for sample in thin(samples)],
     }
     result["faults"] = [f"{name}: {vars(whole)[name]:.0f}" for name in _FAULTS if vars(whole)[name]]
+    most = max(sample.episodes_in_flight for sample in samples)
+    if most < _REACHED_SHARE * options.episodes:
+        result["faults"].append(f"never more than {most:.0f} of {options.episodes} episodes in flight")
     result["faults"] += [f"aborted, {name}: {number}" for name, number in (result["unusable_episodes"] or {}).items()]
     result["faults"] += [f"restarted, {name}: {number}" for name, number in result["restarts"].items()]
     return result

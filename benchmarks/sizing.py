@@ -10,8 +10,9 @@ engines, and the trainer.
 from __future__ import annotations
 
 import argparse
+import json
 import math
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -179,6 +180,7 @@ def main() -> None:
     parser.add_argument("--episodes-per-group", type=int, default=8)
     parser.add_argument("--heartbeat-timeout", type=float, default=10.0, help="rollout.heartbeat_timeout_seconds")
     parser.add_argument("--set", action="append", default=[], metavar="NAME=NUMBER", help="another cost")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     try:
         costs = parse_costs(options.set)
@@ -191,7 +193,11 @@ def main() -> None:
         options.episodes_per_group,
         options.heartbeat_timeout,
     )
-    for name, value in vars(estimate(load, costs)).items():
+    estimated = vars(estimate(load, costs))
+    if options.json:
+        print(json.dumps({"load": asdict(load), "costs": asdict(costs), "needed": estimated}))
+        return
+    for name, value in estimated.items():
         print(f"{name:32} {value:12,.1f}" if isinstance(value, float) else f"{name:32} {value:12,d}")
 
 

@@ -68,10 +68,10 @@ class Kill:
         return self.names
 
     async def strike(self, world: World) -> None:
+        found = world.stack.find_each(self.names)  # in one look: what was waited for lasts milliseconds
+        killed = {name for name, process in found.items() if process and send_signal(process, signal.SIGKILL)}
         for name in self.names:
-            await _await_process(world, name)
-        for name in self.names:
-            if world.stack.signal(name, signal.SIGKILL) is None:  # it ended just now: its successor, then
+            if name not in killed:  # it was coming back, or ended just now: its successor, then
                 await _signal(world, name, signal.SIGKILL)
 
 

@@ -1,6 +1,7 @@
 """When to strike. A moment is found by watching what the run leaves behind: no process is told that it is watched.
 
-Files and directories are looked at every millisecond, so that a kill follows within a few.
+Files and directories are looked at every millisecond, so that a kill follows within a few. Whether it was soon enough
+is found out when the run is over (`confirming`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,17 @@ from typing import Any
 from temporalio.service import RPCError
 
 from everroll.contracts import names
+from everroll.tokens.samples import decode_samples
+from tests.chaos.confirming import (
+    Confirm,
+    group_activity,
+    list_turns,
+    run_activity,
+    was_begun_again,
+    was_under_way,
+    was_unseen,
+    was_written_later,
+)
 from tests.chaos.world import RUN, UPDATE, World
 
 _LOOK_SECONDS = 0.001
@@ -37,7 +49,8 @@ class Moment:
 
     text: str
     """Completes the sentence "killed when ..."."""
-    wait: Callable[[World], Coroutine[Any, Any, None]]
+    wait: Callable[[World], Coroutine[Any, Any, Confirm | None]]
+    """Returns how to find out afterwards whether a blow met it; None if it cannot be missed."""
     is_brief: bool = False
     """It can be missed."""
 
@@ -62,34 +75,55 @@ def after_steps(num_steps: int, delay_seconds: float) -> Moment:
 
 def sample_stored() -> Moment:
     """A sample appears in the store; its activity has not been acknowledged."""
-    return Moment("a sample was stored and not acknowledged", lambda world: _await_new(world, world.store, "samples"))
+
+    async def wait(world: World) -> Confirm:
+        path = await _await_new(world, world.store, "samples")
+        group, member, attempt = decode_samples(path.read_bytes()).session_id.split("-")[-3:]
+        return was_begun_again(*group_activity(int(group), f"collect-{member}-{attempt}"))
+
+    return Moment("a sample was stored and not acknowledged", wait, is_brief=True)
 
 
 def group_stored() -> Moment:
     """A group's manifest appears in the store; the workflow does not know yet."""
-    return Moment("a group was stored and not acknowledged", lambda world: _await_new(world, world.store, "groups"))
+
+    async def wait(world: World) -> Confirm:
+        path = await _await_new(world, world.store, "groups")
+        return was_begun_again(*group_activity(int(path.parent.name), names.STORE_GROUP))
+
+    return Moment("a group was stored and not acknowledged", wait, is_brief=True)
 
 
 def turn_recorded() -> Moment:
     """A turn is committed to the journal; its agent has not seen the answer."""
 
-    async def wait(world: World) -> None:
-        before = world.count_recorded_turns()
-        await _until(world, lambda: world.count_recorded_turns() > before, _LOOK_SECONDS)
+    async def wait(world: World) -> Confirm:
+        before = list_turns(world)
+        with _first_in_line():
+            await _until(world, lambda: world.count_recorded_turns() > len(before), _LOOK_SECONDS)
+            return was_unseen(list_turns(world) - before)
 
-    return Moment("a turn was recorded and not seen", wait)
+    return Moment("a turn was recorded and not seen", wait, is_brief=True)
 
 
 def training() -> Moment:
     """A step is being trained: its batch is on record, and nothing of it is applied."""
-    return Moment("a step was being trained", lambda world: _await_new_file(world, world.run_dir / "requests"))
+
+    async def wait(world: World) -> None:
+        await _await_new_file(world, world.run_dir / "requests")
+
+    return Moment("a step was being trained", wait)
 
 
 def checkpoint_written() -> Moment:
     """A checkpoint is being written under its temporary name, just before it is renamed."""
 
-    async def wait(world: World) -> None:
-        await _until(world, _watch_for_writing(world, f"{_WRITING}/*"), _LOOK_SECONDS)
+    async def wait(world: World) -> Confirm:
+        find = _watch_for_writing(world, f"{_WRITING}/*")
+        with _first_in_line():
+            await _until(world, lambda: find() is not None, _LOOK_SECONDS)
+            name = find()
+        return was_written_later(world.run_dir / "checkpoints" / (name or ""))
 
     return Moment("a checkpoint was being written", wait, is_brief=True)
 
@@ -101,10 +135,13 @@ def checkpoint_renamed() -> Moment:
     millisecond at a time, and is looked at while it stands still.
     """
 
-    async def wait(world: World) -> None:
+    async def wait(world: World) -> Confirm:
         checkpoints, steps = world.run_dir / "checkpoints", world.run_dir / "steps"
 
-        is_written = _watch_for_writing(world, _WRITING)
+        find = _watch_for_writing(world, _WRITING)
+
+        def is_written() -> bool:
+            return find() is not None
 
         def is_ahead() -> bool:
             newest = max((path.name for path in checkpoints.glob("step_*")), default="step_000000")
@@ -120,15 +157,23 @@ def checkpoint_renamed() -> Moment:
                 finally:
                     if not is_ahead():
                         world.stack.signal("worker-trainer", signal.SIGCONT)
+        return was_begun_again(*run_activity(names.TRAIN_STEP))
 
     return Moment("a checkpoint was renamed and its step not on record", wait, is_brief=True)
 
 
-def _watch_for_writing(world: World, pattern: str) -> Callable[[], bool]:
-    """Whether a checkpoint is being written, by names that were not there; a killed trainer leaves some behind."""
+def _watch_for_writing(world: World, pattern: str) -> Callable[[], str | None]:
+    """The name that a checkpoint which is being written will have; a killed trainer leaves some behind."""
     checkpoints = world.run_dir / "checkpoints"
     left_behind = set(checkpoints.glob(pattern))
-    return lambda: any(path not in left_behind for path in checkpoints.glob(pattern))
+
+    def find() -> str | None:
+        for path in checkpoints.glob(pattern):
+            if path not in left_behind:
+                return path.relative_to(checkpoints).parts[0].removeprefix(".tmp-").rpartition("-")[0]
+        return None
+
+    return find
 
 
 @contextlib.contextmanager
@@ -164,20 +209,25 @@ def _is_stopped(pid: int) -> bool:
 
 def step_applied() -> Moment:
     """A step is on record; Temporal does not know, and nothing of it is published."""
-    return Moment(
-        "a step was applied and not acknowledged", lambda world: _await_new_file(world, world.run_dir / "steps")
-    )
+
+    async def wait(world: World) -> Confirm:
+        with _first_in_line():
+            await _await_new_file(world, world.run_dir / "steps")
+        return was_begun_again(*run_activity(names.TRAIN_STEP))
+
+    return Moment("a step was applied and not acknowledged", wait, is_brief=True)
 
 
 def publishing() -> Moment:
     """The publishing activity of a step has begun."""
 
-    async def wait(world: World) -> None:
+    async def wait(world: World) -> Confirm:
         counts = world.links["engine"].counts
         before = counts[UPDATE]
         await _until(world, lambda: counts[UPDATE] > before, _LOOK_SECONDS)
+        return was_under_way(*run_activity(names.PUBLISH_WEIGHTS))
 
-    return Moment("weights were being published", wait)
+    return Moment("weights were being published", wait, is_brief=True)
 
 
 def continuing_as_new() -> Moment:
@@ -204,14 +254,19 @@ async def _find_generation(world: World) -> str | None:
     return None
 
 
-async def _await_new(world: World, store: Path, kind: str) -> None:
+async def _await_new(world: World, store: Path, kind: str) -> Path:
+    """A file that was not there; another with the same contents makes none."""
     parent = store / RUN / kind
+    before = set(parent.glob("*/[!.]*"))
+    new: set[Path] = set()
 
-    def count() -> int:
-        return sum(1 for _ in parent.glob("*/[!.]*"))
+    def find() -> bool:
+        new.update(set(parent.glob("*/[!.]*")) - before)
+        return bool(new)
 
-    before = count()
-    await _until(world, lambda: count() > before, _LOOK_SECONDS)
+    with _first_in_line():
+        await _until(world, find, _LOOK_SECONDS)
+    return new.pop()
 
 
 async def _await_new_file(world: World, parent: Path) -> None:

@@ -129,7 +129,7 @@ def list_kinds(*, isolated: bool, clocks: bool) -> list[str]:
     """Kinds of strikes at random moments; some need a machine of their own, or clocks that can be set."""
     kinds = [f"{what} {name}" for what in ("kill", "freeze") for name in PROCESSES]
     kinds += [f"{what} {name}" for what in ("reset", "stall", "cut") for name in LINKS]
-    kinds += ["kill two", "everything", "stall two", "cut two", "kill and cut"]
+    kinds += ["kill two", "freeze two", "everything", "stall two", "cut two", "kill and cut"]
     if isolated:
         kinds += ["node-lost", *(f"full {disk}" for disk in DISKS)]
     return [*kinds, "clock"] if clocks else kinds
@@ -162,6 +162,9 @@ def _draw_blow(kind: str, rng: random.Random, size: Size) -> Blow:
         "node-lost": lambda: LoseNode(rng.uniform(1.0, 12.0)),
         "clock": lambda: MoveClock(rng.uniform(0.5, 6.0), rng.choice((-86400.0, -3600.0, -5.0, 5.0, 3600.0, 86400.0))),
     }
+    if kind == "freeze two":
+        frozen = (Freeze(process, _draw_freeze_seconds(process, rng, size)) for process in rng.sample(PROCESSES, 2))
+        return Together(tuple(frozen), kind)
     if kind == "kill and cut":
         cut = Cut(rng.uniform(0.5, 6.0), tuple(rng.sample(LINKS, rng.choice((1, 2)))))
         return Together((Kill((rng.choice(PROCESSES),)), cut), kind)

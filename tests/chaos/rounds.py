@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.chaos.blows import MissedError
+from tests.chaos.confirming import Confirm
 from tests.chaos.judges import BreachError, check_audit, check_generated, check_seen, count_generated
 from tests.chaos.moments import Moment, RunEndedError
 from tests.chaos.plan import Round, Strike
@@ -29,7 +30,7 @@ class Told:
 
     seconds: float
     struck: tuple[str, ...]
-    """Names of the strikes that came to pass."""
+    """Names of the strikes that came to pass, at the moment that they waited for."""
     num_resumes: int
     """How often it had stopped for want of room, and was told to go on."""
     num_turns: int
@@ -76,16 +77,17 @@ async def play_round(played: Round, directory: Path, baselines: Baselines, say: 
         await world.start_run()
         striking = asyncio.create_task(strike_all(world, played.strikes))
         state = await world.await_end(_RUN_SECONDS)
-        struck = await striking
+        fallen = await striking
         if state != "completed":
             raise BreachError(f"the run is {state} after {_RUN_SECONDS:.0f} s: {await describe(world)}")
         await check_audit(world)
         await check_seen(world)
-        check_generated(world, [strike.blow for strike in struck])
+        check_generated(world, [one.strike.blow for one in fallen])
         for judge in played.judges:
             await judge(world)
         if expected is not None and world.hash_weights() != expected:
             raise BreachError(f"the weights are {world.hash_weights()}, those of the clean run {expected}")
+        struck = [one.strike for one in fallen if await was_in_time(world, one)]
         return Told(
             seconds=time.monotonic() - started,
             struck=tuple(strike.name for strike in struck),
@@ -95,29 +97,56 @@ async def play_round(played: Round, directory: Path, baselines: Baselines, say: 
         )
 
 
-async def strike_all(world: World, strikes: Sequence[Strike]) -> list[Strike]:
-    """One after the other, each at its moment; returns those that came to pass before the run was over.
+@dataclass(frozen=True)
+class Fallen:
+    """A blow that met somebody."""
+
+    strike: Strike
+    at: float
+    """Unix seconds, just before it fell."""
+    confirm: Confirm | None
+
+
+async def was_in_time(world: World, fallen: Fallen) -> bool:
+    """Whether it fell at the moment that it waited for; asked when the run is over."""
+    if fallen.confirm is None or await fallen.confirm(world, fallen.at):
+        return True
+    world.say(f"missed: {fallen.strike.blow.text}: {fallen.strike.moment.text}, but no more when it fell")
+    return False
+
+
+async def strike_all(world: World, strikes: Sequence[Strike]) -> list[Fallen]:
+    """One after the other, each at its moment; returns those that met somebody before the run was over.
 
     The next one's turn comes also when a brief moment has been missed for three steps.
     """
-    struck: list[Strike] = []
+    fallen: list[Fallen] = []
     with contextlib.suppress(RunEndedError):
         for strike in strikes:
-            if not await await_moment(world, strike.moment):
+            moment = await await_moment(world, strike.moment)
+            if moment is None:
                 world.say(f"missed: {strike.moment.text}")
                 continue
             world.say(f"{strike.blow.text}, as {strike.moment.text}")
+            at = time.time()
             try:
                 await strike.blow.strike(world)
             except MissedError as error:
                 world.say(f"missed: {error}")
             else:
-                struck.append(strike)
-    return struck
+                fallen.append(Fallen(strike, at, moment.confirm))
+    return fallen
 
 
-async def await_moment(world: World, moment: Moment) -> bool:
-    """False if it is a brief one, and did not come while three steps were applied.
+@dataclass(frozen=True)
+class Come:
+    """A moment has come."""
+
+    confirm: Confirm | None
+
+
+async def await_moment(world: World, moment: Moment) -> Come | None:
+    """None if it is a brief one, and did not come while three steps were applied.
 
     Raises:
         RunEndedError: the run is over.
@@ -127,10 +156,9 @@ async def await_moment(world: World, moment: Moment) -> bool:
     try:
         while not waiting.done():
             if moment.is_brief and world.count_steps() >= last:
-                return False
+                return None
             await asyncio.wait([waiting], timeout=_LOOK_SECONDS)
-        waiting.result()
-        return True
+        return Come(waiting.result())
     finally:
         waiting.cancel()
         await asyncio.wait([waiting])

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 from pydantic import BaseModel
@@ -63,7 +63,8 @@ class StackPlan(BaseModel):
     """Events after which the server suggests to continue as new."""
     deterministic: bool = True
     forked: bool = True
-    """Processes are forks of one that has imported everything; otherwise they start as `everroll up` starts them."""
+    """All processes are forks of one that has imported everything, and nothing is given up however often it is killed;
+    otherwise they are started, and started again, as by `everroll up`."""
 
 
 def plan_stack(plan: StackPlan) -> list[ProcessSpec]:
@@ -107,7 +108,8 @@ async def supervise(plan: StackPlan, nursery: Nursery | None) -> None:
     directory = StackDirectory(plan.directory)
     directory.create()
     with directory.lock():
-        stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, _PATIENT, nursery)
+        policy = _PATIENT if plan.forked else None
+        stack = LocalStack(directory, plan.addresses, ADMIN_KEY, plan_stack(plan), print, policy, nursery)
         async with run_stack(stack):
             await stack.watch()
 
@@ -157,6 +159,11 @@ class Stack:
         """The process of that name that runs now."""
         found = next(process.identity for process in self._state().processes if process.name == name)
         return found if found is not None and is_running(found) else None
+
+    def find_each(self, names: Iterable[str]) -> dict[str, ProcessIdentity | None]:
+        """The processes of these names, by the supervisor's last word; one may have ended since."""
+        identities = {process.name: process.identity for process in self._state().processes}
+        return {name: identities[name] for name in names}
 
     def is_healthy(self, name: str) -> bool:
         found = next(process for process in self._state().processes if process.name == name)

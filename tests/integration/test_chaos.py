@@ -22,7 +22,7 @@ from tests.chaos.stack import ROOT
 from tests.chaos.world import Size
 
 SMALL = Size(num_steps=3, groups_per_step=2, episodes_per_group=4, continue_as_new_events=60)
-QUICK_SEED = "1119"
+QUICK_SEED = "8358"
 _ROUND_SECONDS = 900
 _TRIES = 4
 said: list[str] = []
