@@ -182,11 +182,13 @@ class Stack:
         return find_ancestor().start(spec.argv[2], spec.argv[3:], spec.cwd, log, spec.env)
 
     async def kill_everything(self) -> None:
-        """SIGKILL the supervisor; the kernel kills its children with it. Returns when none is left."""
+        """SIGKILL the supervisor and, in the same instant, its processes: the kernel would only do so when the
+        supervisor's memory is gone. Returns when none is left."""
         assert self._supervisor is not None
-        state = self._state()
-        send_signal(self._supervisor, signal.SIGKILL)
-        left = [self._supervisor, *(process.identity for process in state.processes if process.identity is not None)]
+        known = [process.identity for process in self._state().processes if process.identity is not None]
+        left = [self._supervisor, *reversed(known)]  # workers first: what they are about to tell must not be told
+        for identity in left:
+            send_signal(identity, signal.SIGKILL)
         assert await _await(lambda: not any(map(is_running, left)), 30), "a process outlived its supervisor"
 
     async def stop(self) -> None:
