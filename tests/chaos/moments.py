@@ -11,7 +11,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -73,34 +73,42 @@ def after_steps(num_steps: int, delay_seconds: float) -> Moment:
     return Moment(f"{num_steps} steps had been applied", wait)
 
 
-def sample_stored() -> Moment:
-    """A sample appears in the store; its activity has not been acknowledged."""
+def sample_stored(holding: Sequence[str] = ()) -> Moment:
+    """A sample appears in the store; its activity has not been acknowledged. `holding`: who is stopped in that instant,
+    to be killed."""
 
     async def wait(world: World) -> Confirm:
-        path = await _await_new(world, world.store, "samples")
-        group, member, attempt = decode_samples(path.read_bytes()).session_id.split("-")[-3:]
-        return was_begun_again(*group_activity(int(group), f"collect-{member}-{attempt}"))
+        path = await _await_new(world, world.store, "samples", holding)
+        body = path.read_bytes()
+
+        async def confirm(world: World, blow_at: float) -> bool:  # reading it takes longer than the moment lasts
+            group, member, attempt = decode_samples(body).session_id.split("-")[-3:]
+            again = was_begun_again(*group_activity(int(group), f"collect-{member}-{attempt}"))
+            return await again(world, blow_at)
+
+        return confirm
 
     return Moment("a sample was stored and not acknowledged", wait, is_brief=True)
 
 
-def group_stored() -> Moment:
+def group_stored(holding: Sequence[str] = ()) -> Moment:
     """A group's manifest appears in the store; the workflow does not know yet."""
 
     async def wait(world: World) -> Confirm:
-        path = await _await_new(world, world.store, "groups")
+        path = await _await_new(world, world.store, "groups", holding)
         return was_begun_again(*group_activity(int(path.parent.name), names.STORE_GROUP))
 
     return Moment("a group was stored and not acknowledged", wait, is_brief=True)
 
 
-def turn_recorded() -> Moment:
+def turn_recorded(holding: Sequence[str] = ()) -> Moment:
     """A turn is committed to the journal; its agent has not seen the answer."""
 
     async def wait(world: World) -> Confirm:
         before = list_turns(world)
         with _first_in_line():
-            await _until(world, lambda: world.count_recorded_turns() > len(before), _LOOK_SECONDS)
+            hold = _prepare_hold(world, holding)
+            await _until(world, lambda: world.count_recorded_turns() > len(before) and hold(), _LOOK_SECONDS)
             return was_unseen(list_turns(world) - before)
 
     return Moment("a turn was recorded and not seen", wait, is_brief=True)
@@ -207,12 +215,12 @@ def _is_stopped(pid: int) -> bool:
     return True
 
 
-def step_applied() -> Moment:
+def step_applied(holding: Sequence[str] = ()) -> Moment:
     """A step is on record; Temporal does not know, and nothing of it is published."""
 
     async def wait(world: World) -> Confirm:
         with _first_in_line():
-            await _await_new_file(world, world.run_dir / "steps")
+            await _await_new_file(world, world.run_dir / "steps", holding)
         return was_begun_again(*run_activity(names.TRAIN_STEP))
 
     return Moment("a step was applied and not acknowledged", wait, is_brief=True)
@@ -254,27 +262,46 @@ async def _find_generation(world: World) -> str | None:
     return None
 
 
-async def _await_new(world: World, store: Path, kind: str) -> Path:
+def _prepare_hold(world: World, names: Sequence[str]) -> Callable[[], bool]:
+    """Stops these processes when it is called, and returns true.
+
+    Between what was waited for and its end lie as few milliseconds as it takes to find a process and to kill it. Stopped
+    in the same instant, it is found there.
+    """
+    processes = [process for process in world.stack.find_each(names).values() if process is not None]
+
+    def hold() -> bool:
+        for process in processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGSTOP)
+        return True
+
+    return hold
+
+
+async def _await_new(world: World, store: Path, kind: str, holding: Sequence[str]) -> Path:
     """A file that was not there; another with the same contents makes none."""
     parent = store / RUN / kind
     before = set(parent.glob("*/[!.]*"))
     new: set[Path] = set()
 
+    hold = _prepare_hold(world, holding)
+
     def find() -> bool:
         new.update(set(parent.glob("*/[!.]*")) - before)
-        return bool(new)
+        return bool(new) and hold()
 
     with _first_in_line():
         await _until(world, find, _LOOK_SECONDS)
     return new.pop()
 
 
-async def _await_new_file(world: World, parent: Path) -> None:
+async def _await_new_file(world: World, parent: Path, holding: Sequence[str] = ()) -> None:
     def find_newest() -> str:
         return max((path.name for path in parent.glob("step_*")), default="")
 
-    before = find_newest()
-    await _until(world, lambda: find_newest() > before, _LOOK_SECONDS)
+    before, hold = find_newest(), _prepare_hold(world, holding)
+    await _until(world, lambda: find_newest() > before and hold(), _LOOK_SECONDS)
 
 
 async def _until(world: World, condition: Callable[[], bool], look_seconds: float) -> None:

@@ -74,14 +74,14 @@ class Round:
 def chosen_strikes() -> dict[str, Strike]:
     """The moments that are known to be delicate, each with the processes that are in the middle of it."""
     moments: dict[str, tuple[Moment, Blow]] = {
-        "store-ack": (sample_stored(), Kill(ROLLOUT)),
-        "group-ack": (group_stored(), Kill(("worker-workflows",))),
-        "turn-ack": (turn_recorded(), Kill(("session-server",))),
-        "turn-worker": (turn_recorded(), Kill(("session-server", *ROLLOUT))),
+        "store-ack": (sample_stored(holding=ROLLOUT), Kill(ROLLOUT)),
+        "group-ack": (group_stored(holding=("worker-workflows",)), Kill(("worker-workflows",))),
+        "turn-ack": (turn_recorded(holding=("session-server",)), Kill(("session-server",))),
+        "turn-worker": (turn_recorded(holding=("session-server",)), Kill(("session-server", *ROLLOUT))),
         "checkpoint": (checkpoint_written(), Kill(("worker-trainer",))),
         "rename": (checkpoint_renamed(), Kill(("worker-trainer",))),
-        "step-ack": (step_applied(), Kill(("worker-trainer",))),
-        "step-all": (step_applied(), KillEverything()),
+        "step-ack": (step_applied(holding=("worker-trainer",)), Kill(("worker-trainer",))),
+        "step-all": (step_applied(holding=("worker-trainer",)), KillEverything()),
         "publish-worker": (publishing(), Kill(("worker-workflows",))),
         "publish-engine": (publishing(), Kill(("engine",))),
         "publish-both": (publishing(), Kill(("worker-workflows", "engine"))),
