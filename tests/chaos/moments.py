@@ -265,8 +265,8 @@ async def _find_generation(world: World) -> str | None:
 def _prepare_hold(world: World, names: Sequence[str]) -> Callable[[], bool]:
     """Stops these processes when it is called, and returns true.
 
-    Between what was waited for and its end lie as few milliseconds as it takes to find a process and to kill it. Stopped
-    in the same instant, it is found there.
+    What was waited for lasts as few milliseconds as it takes to find a process and to kill it. Stopped in the same
+    instant, it is found there.
     """
     processes = [process for process in world.stack.find_each(names).values() if process is not None]
 
