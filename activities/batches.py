@@ -13,6 +13,7 @@ from pathlib import Path
 from pydantic import ValidationError
 from temporalio import activity
 
+from activities.heartbeats import heartbeating
 from everroll.contracts import names
 from everroll.contracts.batches import ReadBatchRequest, StoredBatch, StoredGroup
 from everroll.contracts.rollout import EpisodeOutcome, GroupManifest
@@ -32,7 +33,8 @@ async def record_batch(request: TrainRequest) -> TrainResult:
         ConfigurationError: the directory holds another batch for this step.
         StoreError: it cannot be written.
     """
-    await asyncio.to_thread(_record, request)
+    async with heartbeating("writing"):
+        await asyncio.to_thread(_record, request)
     return TrainResult(step=request.step, weights=Weights(version=0, path=request.model.path), metrics={})
 
 
@@ -43,7 +45,8 @@ async def read_batch(request: ReadBatchRequest) -> StoredBatch:
         ConfigurationError: there is no such batch.
         StoreError: a group of it is missing or broken.
     """
-    return await asyncio.to_thread(_read, request)
+    async with heartbeating("reading"):
+        return await asyncio.to_thread(_read, request)
 
 
 def _record(request: TrainRequest) -> None:

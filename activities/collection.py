@@ -102,10 +102,11 @@ async def store_group(request: StoreGroupRequest) -> BlobRef:
     )
     body = manifest.model_dump_json().encode()
     prefix = f"{request.run}/groups/{request.group:08d}"
-    reference = await asyncio.to_thread(open_store(request.store_url).put, prefix, ".json", body)
-    if request.run_dir is not None and request.result is not None:
-        settled = request.result.model_copy(update={"manifest": reference})
-        await asyncio.to_thread(RunRecordDirectory(Path(request.run_dir)).write_settled, settled)
+    async with heartbeating("writing"):
+        reference = await asyncio.to_thread(open_store(request.store_url).put, prefix, ".json", body)
+        if request.run_dir is not None and request.result is not None:
+            settled = request.result.model_copy(update={"manifest": reference})
+            await asyncio.to_thread(RunRecordDirectory(Path(request.run_dir)).write_settled, settled)
     return reference
 
 

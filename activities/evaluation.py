@@ -45,7 +45,8 @@ async def store_episodes(request: StoreEpisodesRequest) -> BlobRef:
     """Write outcomes, one a line. The same ones give the same blob."""
     body = "".join(outcome.model_dump_json() + "\n" for outcome in request.outcomes).encode()
     prefix = f"{request.run}/evaluations/{request.label}"
-    return await asyncio.to_thread(open_store(request.store_url).put, prefix, ".jsonl", body)
+    async with heartbeating("writing"):
+        return await asyncio.to_thread(open_store(request.store_url).put, prefix, ".jsonl", body)
 
 
 @activity.defn(name=names.FINISH_EVALUATION)

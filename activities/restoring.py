@@ -51,7 +51,8 @@ class RunDirectoryActivities:
 
     @activity.defn(name=names.RECORD_RUN)
     async def record_run(self, request: RecordRunRequest) -> None:
-        await asyncio.to_thread(_record, request)
+        async with heartbeating("writing"):
+            await asyncio.to_thread(_record, request)
 
     @activity.defn(name=names.RESTORE_RUN)
     async def restore_run(self, request: RestoreRunRequest) -> RestoreRunResult:

@@ -84,6 +84,7 @@ class RunCalls:
             RecordRunRequest(run_dir=self.run_dir, settled=settled, steerings=steerings, spec=spec),
             start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
             schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.LIGHT_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary=f"{len(settled)} dropped groups, {len(steerings)} steering requests",
         )
@@ -140,6 +141,7 @@ class RunCalls:
             result_type=StoredBatch,
             start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.LIGHT_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary=f"batch {step}",
         )
@@ -152,6 +154,7 @@ class RunCalls:
             result_type=TrainResult,
             start_to_close_timeout=policies.PREPARE_START_TO_CLOSE,
             schedule_to_close_timeout=policies.PREPARE_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.LIGHT_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary=f"batch {request.step}: {len(request.batch)} groups",
         )

@@ -108,6 +108,7 @@ class EvaluationCalls:
             task_queue=request.services.task_queue,
             start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
             schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.LIGHT_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary=f"{len(outcomes)} outcomes",
         )

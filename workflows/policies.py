@@ -46,12 +46,14 @@ FAILURE_EXCEPTION_TYPES: list[type[BaseException]] = [
 
 LIGHT_START_TO_CLOSE = timedelta(seconds=30)
 LIGHT_SCHEDULE_TO_CLOSE = timedelta(minutes=15)
+LIGHT_HEARTBEAT = timedelta(seconds=5)
+"""What is a matter of milliseconds waits no longer than this when its worker dies in the middle of it."""
 RELEASE_SCHEDULE_TO_CLOSE = timedelta(seconds=60)
 RELEASE_AFTER_FAILURE = timedelta(seconds=10)
 """A failure is not held back for longer by a server that does not answer."""
 PREPARE_START_TO_CLOSE = timedelta(minutes=10)
 PREPARE_SCHEDULE_TO_CLOSE = timedelta(minutes=20)
-PREPARE_HEARTBEAT = timedelta(seconds=30)
+PREPARE_HEARTBEAT = timedelta(seconds=10)
 PREPARE_TRAINER_SCHEDULE_TO_CLOSE = timedelta(hours=2)
 PUBLISH_HEARTBEAT = timedelta(seconds=5)
 AWAIT_GROUP_HEARTBEAT = timedelta(seconds=10)

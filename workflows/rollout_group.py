@@ -327,6 +327,7 @@ class RolloutGroup:
             task_queue=request.task_queue,
             start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
             schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+            heartbeat_timeout=policies.LIGHT_HEARTBEAT,
             retry_policy=policies.RETRY,
             summary=f"manifest of group {request.group}",
         )

@@ -182,7 +182,8 @@ class ForkServer:
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
-            await self._process.wait()
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._process.wait(), _END_SECONDS)
         if self._forks is not None:
             await self._forks.close()
         self._process = self._forks = None
