@@ -306,6 +306,7 @@ class RolloutGroup:
                 task_queue=self.request.task_queue,
                 start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
                 schedule_to_close_timeout=policies.LIGHT_SCHEDULE_TO_CLOSE,
+                heartbeat_timeout=policies.LIGHT_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary=f"group {self.request.group} is dropped: {cause.kind.value}",
             )

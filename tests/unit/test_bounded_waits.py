@@ -67,7 +67,6 @@ ALLOWED = {
 # Activities whose worker may die unnoticed until their own time is over: best effort, and short.
 WITHOUT_HEARTBEAT = {
     "evaluation_calls.py:release",
-    "rollout_group.py:_drop",
     "rollout_group.py:_release_sessions",
     "calls.py:end_sessions",
     "calls.py:take_survey",
