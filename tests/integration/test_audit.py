@@ -97,7 +97,7 @@ def test_an_honest_run_passes(cli: Cli, finished: FinishedRun) -> None:
     assert report["passed"]
     assert report["num_episodes"] == 8
     assert report["num_sampled_tokens"] > 50
-    assert {line["invariant"] for line in report["checks"]} == {"I1", "I2", "I3", "I6"}
+    assert {line["invariant"] for line in report["checks"]} == {"I1", "I2", "I3", "I5", "I6"}
     assert all(line["num_checked"] > 0 for line in report["checks"])
 
 
