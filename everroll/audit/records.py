@@ -132,7 +132,10 @@ def _check_unasked(history: RunHistory, files: RunFiles, findings: Findings) -> 
             known.setdefault(record.number, []).append(record)
     has_resumed = any(generation.restores for generation in history.generations)
     before = _count_before(history)
+    written = {record.number for generation in history.generations for record in generation.steerings}
     for line in files.steerings:
+        if line.number in written:
+            continue  # compared already
         asked = known.get(line.number, [])
         is_beginning = has_resumed and (line.action == "resumed" or line.action.startswith("forked from "))
         expected = asked[-1].describe() if asked else "no such line"

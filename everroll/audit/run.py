@@ -320,9 +320,6 @@ async def _audit_episode(
     _expect_stored(stored.trouble, where, tally.findings)
     if stored.sample_set is None:
         return
-    check_reference(who, outcome.samples, stored.sample_set, tally.findings)
-    if collect is not None:
-        check_demanded(who, collect, stored.sample_set, tally.findings)
     try:
         session = await source.read_session(key.session_id)
         digest = await source.read_digest(key.session_id)
@@ -332,6 +329,9 @@ async def _audit_episode(
         return
     sample_set = stored.sample_set
     by_digest = await asyncio.to_thread(check_tokens, who, sample_set, session, digest, tally.findings)
+    check_reference(who, outcome.samples, sample_set, tally.findings)
+    if collect is not None:
+        check_demanded(who, collect, sample_set, tally.findings)
     tally.num_episodes += 1
     tally.num_by_digest += by_digest
     tally.num_tokens += sum(sample.num_tokens for sample in sample_set.samples)
