@@ -39,7 +39,8 @@ def check_settled(
         findings.expect(SETTLED, is_open or number in account.dispensed, breach)
         told = account.results.get(number)
         fate = account.fates.get(number, "")
-        if told is not None and (not is_open or fate == "trained" or _dropped_itself(told)):
+        is_own = told is not None and (told.dropped is None or _dropped_itself(told))
+        if told is not None and is_own and (not is_open or fate == "trained" or told.dropped is not None):
             _compare_result(number, told, result, fate, findings)
     for group, manifest in sorted(trained.items()):
         result = files.settled.get(group)

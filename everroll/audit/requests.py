@@ -58,6 +58,8 @@ def _may_be_left(
     """Of a step that was under way when an execution ended, and that the next one did not come to."""
     if found in account.asked_in_vain.get(step, []):
         return True
+    if step <= account.by_record and step not in account.requests:
+        return True  # of a run that only plays, and whose first executions are gone
     has_unknown = history.is_cut or any(generation.restores for generation in history.generations)
     newest = max(records, default=0)
     return has_unknown and step == newest + 1 == account.by_record + 1 and found.step == step

@@ -149,6 +149,8 @@ async def _read_files(
 
 async def _check_stored(source: EvidenceSource, history: RunHistory, account: Account, findings: Findings) -> None:
     """What a run that only plays has in its directory: the batches that another one trains."""
+    if history.dataset is None:
+        return  # it ended before it made a directory its own
     try:
         files = await source.read_files()
     except AuditInputError as error:

@@ -62,8 +62,8 @@ def _check_records(account: Account, files: RunFiles, findings: Findings) -> Non
     for step, text in files.unreadable.items():
         breach = _breach(step, f"the step's record cannot be read: {text}", "a record", "none that can be read")
         findings.add(RECORDS, breach)
-    for step in sorted(account.applied):
-        breach = _breach(step, "the step was answered for, and is not on record", "a record", "none")
+    for step in sorted({*account.applied, *range(1, account.by_record + 1)}):
+        breach = _breach(step, "the step was applied, and is not on record", "a record", "none")
         findings.expect(RECORDS, step in files.records or step in files.unreadable, breach)
     handed = set(account.requests)
     for step in sorted(files.records):

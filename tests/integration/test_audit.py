@@ -32,6 +32,7 @@ from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import GroupManifest, GroupResult
 from everroll.contracts.spec import TrainSection
 from everroll.contracts.steering import SteeringRecord
+from everroll.contracts.training import RunState
 from everroll.sessions.digest import digest_samples
 from everroll.sessions.reading import RecordedSession
 from everroll.tokens.samples import SampleSet, decode_samples
@@ -1004,6 +1005,34 @@ def test_an_open_run_whose_directory_is_ahead_of_its_history(finished: FinishedR
     report = audit_tampered(finished, reopen(cut_before_step_2))
     assert [str(breach) for breach in report.breaches] == []
     assert (report.num_steps, report.num_episodes) == (1, 4)
+
+
+def lose_history(source: Tampered) -> None:
+    """As if the run had been resumed after its last step, on a Temporal server that knows nothing of it."""
+
+    def change(history: RunHistory) -> RunHistory:
+        (generation,) = history.generations
+        start = RunState(dataset=history.dataset, step=2, next_group=4, trained_groups=4)
+        restoring = dataclasses.replace(generation, events=[], restores=True)
+        return dataclasses.replace(history, generations=[restoring, Generation("b", start, [], spec=history.spec)])
+
+    source.change_run = change
+
+
+def test_a_run_that_is_known_by_its_directory_alone(finished: FinishedRun, tampered: FinishedRun) -> None:
+    """Temporal's database was lost: the directory's parts are held to each other."""
+    report = audit_tampered(finished, lose_history)
+    assert [str(breach) for breach in report.breaches] == []
+    assert (report.num_steps, report.num_episodes) == (2, 8)
+    for tamper in (settle_unheard, move_mark, reorder_request):
+        tamper(tampered)
+    (tampered.run_dir / "steps" / "step_000002.json").unlink()
+    told = {(breach.step or breach.group, breach.message) for breach in audit_tampered(tampered, lose_history).breaches}
+    assert {
+        (9, "a group is on record as settled that the run never dispensed"),
+        (1, "the request on disk has another mark than the step's record"),
+        (2, "the step was applied, and is not on record"),
+    } <= told
 
 
 def take_no_step(run_id: str | None) -> Callable[[Tampered], None]:

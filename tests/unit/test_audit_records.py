@@ -148,6 +148,11 @@ def test_another_cause_than_the_group_gave(tmp_path: Path) -> None:
     assert breach.field == "dropped"
 
 
+def test_a_group_that_a_person_ended_may_have_written_what_it_was(tmp_path: Path) -> None:
+    """A later execution of the run is told of its end alone."""
+    assert find_settled(tmp_path, TOLD, told=drop(0, CauseKind.SKIPPED), fate="dropped: skipped") == []
+
+
 def test_records_of_groups_that_an_open_run_dispensed_since(tmp_path: Path) -> None:
     later = TOLD.model_copy(update={"group": 1})
     assert find_settled(tmp_path, TOLD, later, is_open=True) == []
