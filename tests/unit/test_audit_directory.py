@@ -178,7 +178,7 @@ def test_settings_are_those_that_the_run_had_last() -> None:
 
 def test_a_change_that_a_terminated_run_may_not_have_written() -> None:
     """Those before one that it did write are overwritten."""
-    events = [Changed(set_rate(0.25)), Recorded(set_rate(0.25)), Changed(set_rate(0.5))]
+    events: list[Changed | Recorded] = [Changed(set_rate(0.25)), Recorded(set_rate(0.25)), Changed(set_rate(0.5))]
     assert find_settings(set_rate(0.25), *events, state="terminated") == []
     assert find_settings(set_rate(0.5), *events, state="terminated") == []
     assert find_settings(SPEC, *events, state="terminated") != []
