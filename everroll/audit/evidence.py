@@ -26,7 +26,15 @@ from everroll.contracts.rollout import (
 )
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.steering import SteeringRecord
-from everroll.contracts.training import GroupBatchItem, RunState, TrainingRunResult, TrainRequest, TrainResult
+from everroll.contracts.training import (
+    ForkOrigin,
+    GroupBatchItem,
+    LedgerMark,
+    RunState,
+    TrainingRunResult,
+    TrainRequest,
+    TrainResult,
+)
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import RecordedSession
 from everroll.tokens.samples import SampleSet
@@ -39,6 +47,8 @@ class Dispensed:
     """The run started a group."""
 
     request: GroupRequest
+    task: int = 0
+    """Workflow tasks of the run completed before, that which started it included."""
 
 
 @dataclass(frozen=True)
@@ -99,6 +109,15 @@ class Changed:
     """Somebody changed the run's settings."""
 
     spec: RunSpec
+    task: int = 0
+    """Workflow tasks of the run completed before, that which accepted it included."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """The run wrote its settings down in run.json."""
+
+    spec: RunSpec
 
 
 @dataclass(frozen=True)
@@ -108,7 +127,9 @@ class Skipped:
     group: int
 
 
-RunEvent = Dispensed | Settled | StepScheduled | StepCompleted | BatchRead | Published | Planned | Changed | Skipped
+RunEvent = (
+    Dispensed | Settled | StepScheduled | StepCompleted | BatchRead | Published | Planned | Changed | Recorded | Skipped
+)
 
 
 @dataclass(frozen=True)
@@ -126,8 +147,12 @@ class Generation:
     """The settings that it began with; None: the run's first."""
     steerings: list[SteeringRecord] = field(default_factory=list)
     """What it wrote into the run directory of what was asked of it."""
+    steerings_under_way: list[SteeringRecord] = field(default_factory=list)
+    """All that it had written or was about to write: the last of them may be there or not."""
     restores: bool = False
     """It only read the run directory, after the run had ended or was forked; the next one starts from that."""
+    fork: ForkOrigin | None = None
+    """What it was forked from."""
 
 
 @dataclass(frozen=True)
@@ -210,11 +235,20 @@ class StepRecordFile(Payload):
     batch: list[GroupBatchItem]
     weights_sha256: dict[str, str]
     result: TrainResult
+    mark: LedgerMark | None = None
+    """Where the run's ledger stood when it took the batch; None in records of earlier versions."""
     parent_sha256: dict[str, str] | None = None
     """Of the weights that the step was applied to; None in records of earlier versions."""
     checkpoint_sha256: dict[str, str] | None = None
     device: str | None = None
     num_threads: int | None = None
+
+
+class RunRecordFile(Payload):
+    """`run.json`."""
+
+    spec: RunSpec
+    forked_from: ForkOrigin | None = None
 
 
 class SealedFile(Payload):
@@ -258,6 +292,14 @@ class RunFiles:
     checkpoints: list[SealedDirectory]
     steerings: list[SteeringRecord] = field(default_factory=list)
     """Lines of `steering.jsonl`, in order, up to the first that cannot be read."""
+    malformed_steering: int | None = None
+    """The first line of it that cannot be read, from 1."""
+    requests: dict[int, TrainRequest | None] = field(default_factory=dict)
+    """What the trainer was asked for, by the number in its file's name; None where it cannot be read."""
+    run_record: RunRecordFile | None = None
+    """None where it is missing or cannot be read."""
+    run_trouble: str | None = None
+    """Why it cannot be read."""
     settled: dict[int, GroupResult | None] = field(default_factory=dict)
     """How each group was settled, by the number in its file's name; None where it cannot be read."""
     forked_at: int = 0

@@ -23,6 +23,7 @@ from everroll.audit.evidence import (
     GroupHistory,
     Planned,
     Published,
+    Recorded,
     RunEvent,
     RunHistory,
     Settled,
@@ -244,6 +245,7 @@ class _RunReader:
     dataset: DatasetRef | None = None
     events: list[RunEvent] = field(default_factory=list)
     steerings: list[SteeringRecord] = field(default_factory=list)
+    steerings_under_way: list[SteeringRecord] = field(default_factory=list)
     state: str = "running"
     stopped: bool = False
     num_surplus: int = 0
@@ -265,7 +267,9 @@ class _RunReader:
             num_tasks=self._num_tasks,
             spec=request.spec,
             steerings=self.steerings,
+            steerings_under_way=self.steerings_under_way,
             restores=is_restoring(request),
+            fork=request.fork,
         )
 
     async def take(self, event: HistoryEvent) -> None:
@@ -305,7 +309,7 @@ class _RunReader:
             self._spec, _ = apply_changes(
                 self._spec or self.request.spec, (await self.decode(asked.args, SetRequest)).values
             )
-            self.events.append(Changed(self._spec))
+            self.events.append(Changed(self._spec, self._num_tasks))
         elif asked.name == names.UPDATE_SKIP:
             self.events.append(Skipped((await self.decode(asked.args, SkipRequest)).group))
 
@@ -314,7 +318,7 @@ class _RunReader:
         if initiated.workflow_type.name == names.ROLLOUT_GROUP:
             request = await self.decode(initiated.input, GroupRequest)
             self._children[event.event_id] = request.group
-            self.events.append(Dispensed(request))
+            self.events.append(Dispensed(request, self._num_tasks))
 
     def _take_ending(self, event: HistoryEvent) -> None:
         attributes = (
@@ -341,7 +345,9 @@ class _RunReader:
         elif name == names.PLAN_BLOCK:
             request = await self.decode(attributes.input, PlanRequest)
         elif name == names.RECORD_RUN:
-            request = await self.decode(attributes.input, RecordRunRequest)
+            written = await self.decode(attributes.input, RecordRunRequest)
+            self.steerings_under_way += written.steerings
+            request = written
         self._scheduled[event.event_id] = (name, request)
 
     async def _take_completed(self, event: HistoryEvent) -> None:
@@ -359,6 +365,8 @@ class _RunReader:
             self.events.append(Planned(request.first_group, plan.prompts))
         elif name == names.RECORD_RUN and isinstance(request, RecordRunRequest):
             self.steerings += request.steerings
+            if request.spec is not None:
+                self.events.append(Recorded(request.spec))
         elif name == names.PUBLISH_WEIGHTS:
             self.events.append(Published((await self.decode(attributes.result, PublishResult)).version))
         elif name == names.PREPARE_RUN:

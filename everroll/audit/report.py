@@ -26,6 +26,7 @@ class Invariant(StrEnum):
     SETTLED_ONCE = "I1"
     TOKENS = "I2"
     STEPS = "I3"
+    BOUNDS = "I5"
     VERDICTS = "I6"
 
 
@@ -86,6 +87,8 @@ class AuditReport(Payload):
     num_generations: int = 0
     num_groups: int = 0
     """Groups dispensed."""
+    most_open: int = 0
+    """Most groups in flight, ready or in training at once, counted as each was dispensed."""
     fates: dict[str, int] = Field(default_factory=dict)
     """Groups by fate: `trained`, `dropped: <cause>`, `in flight`, `ready`, `ended with the run`."""
     num_episodes: int = 0

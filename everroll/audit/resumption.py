@@ -55,7 +55,7 @@ def _settle_steps(account: Account, state: RunState) -> None:
     for step, request in list(account.requests.items()):
         groups = [item.group for item in request.batch]
         if step > state.step:
-            del account.requests[step]
+            account.asked_in_vain.setdefault(step, []).append(account.requests.pop(step))
             for group in groups:
                 account.trained_at.pop(group, None)
         elif step not in account.applied:

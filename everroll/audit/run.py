@@ -16,17 +16,21 @@ from temporalio.client import Client
 from everroll.audit.account import Account
 from everroll.audit.evidence import EvidenceSource, GroupHistory, RunFiles, RunHistory
 from everroll.audit.histories import HistoryReader
+from everroll.audit.kept import check_kept
+from everroll.audit.numbers import check_demanded, check_reference, check_result
 from everroll.audit.openness import leave_out_later
 from everroll.audit.records import check_dropped, check_settled, check_steerings
 from everroll.audit.report import AuditInputError, AuditReport, Breach, Findings, HistoryGoneError, Invariant
+from everroll.audit.requests import check_marks, check_requests
+from everroll.audit.run_settings import check_run_record
 from everroll.audit.settlement import settle_groups
 from everroll.audit.sources import RecordedEvidence
 from everroll.audit.steps import check_steps
 from everroll.audit.stored_batches import check_on_disk
 from everroll.audit.tally import Tally, add_notes
 from everroll.audit.tokens import EQUAL, TrainedEpisode, check_tokens
-from everroll.audit.verdicts import REFERENCES, check_manifest, check_prompts, check_told
-from everroll.contracts.rollout import BlobRef, EpisodeOutcome, GroupManifest
+from everroll.audit.verdicts import REFERENCES, check_manifest, check_prompts, check_told, find_prompt
+from everroll.contracts.rollout import BlobRef, CollectRequest, EpisodeOutcome, GroupManifest
 from everroll.sessions.reading import JournalReadError, MalformedSessionError, open_journal_reader
 
 STORED = "blobs are what was written"
@@ -101,9 +105,17 @@ async def audit_evidence(source: EvidenceSource, on_progress: OnProgress | None 
         check_steps(account, files, history.spec.train, findings, is_open=is_open)
         if not is_open:
             check_steerings(history, files, findings)
+        check_marks(account, files, findings)
+        check_run_record(history, account, files, findings)
+        if not is_open:
+            check_kept(account, files, findings)
+            check_requests(history, account, files, scope.pruned_until, findings)
         if history.spec.run.mode == "full":
-            check_settled(files, {group: one.manifest for group, one in trained.items()}, findings)
+            manifests = {group: one.manifest for group, one in trained.items()}
+            check_settled(files, account, manifests, findings, is_open=is_open)
             check_dropped(files, account, findings, has_ended_well=history.state == "completed")
+    if history.spec.run.mode == "rollout":
+        await _check_stored(source, history, account, findings)
     if history.spec.run.mode == "train":
         await check_played(source, history, account, findings)
     await add_notes(history, account, tally, findings)
@@ -133,6 +145,21 @@ async def _read_files(
         findings.note(f"{files.path} was not looked at: it belongs to an earlier run of this name, and this one failed")
         return None
     return files
+
+
+async def _check_stored(source: EvidenceSource, history: RunHistory, account: Account, findings: Findings) -> None:
+    """What a run that only plays has in its directory: the batches that another one trains."""
+    if history.dataset is None:
+        return  # it ended before it made a directory its own
+    try:
+        files = await source.read_files()
+    except AuditInputError as error:
+        if account.requests:
+            findings.note(f"the batches that the run stored were not looked at: {error}")
+        return
+    check_run_record(history, account, files, findings)
+    if history.state != "running":
+        check_requests(history, account, files, -1, findings)
 
 
 def _find_pruned(history: RunHistory, account: Account, files: RunFiles | None) -> float:
@@ -232,12 +259,17 @@ async def _audit_group(scope: _Scope, group: int, trained: Trained | None) -> Ta
     if manifest is None:
         return tally
     spec = scope.history.spec
-    check_manifest(spec.run.name, group, trained.step, own, manifest, spec.rollout.episodes_per_group, findings)
+    num_members = spec.rollout.episodes_per_group
+    request = own.request if own is not None else account.dispensed.get(group)
+    prompt = find_prompt(request) if request is not None else None
+    check_manifest(spec.run.name, group, trained.step, own, manifest, num_members, findings, prompt)
+    if told is not None:
+        check_result(trained.step, told, manifest.outcomes, findings)
     for outcome in manifest.outcomes:
         episode = own.episodes.get(outcome.key.session_id) if own else None
         collect = episode.collect if episode else None
         max_seq_len = collect.max_seq_len if collect else spec.rollout.max_seq_len
-        await _audit_episode(scope, outcome, trained.step, max_seq_len, tally)
+        await _audit_episode(scope, outcome, trained.step, max_seq_len, collect, tally)
     return tally
 
 
@@ -261,14 +293,22 @@ async def _read_manifest(
     if known != trained.manifest and not (known is None and group in scope.account.recorded):
         text = "the trainer was given another manifest than the group stored"
         breach = Breach(invariant=Invariant.VERDICTS, message=text, step=trained.step, group=group)
+        breach = breach.model_copy(update={"expected": known.uri if known else "none", "found": trained.manifest.uri})
         findings.add(REFERENCES, breach)
     if stored.manifest is None and own is not None and own.stored is not None:
-        return GroupManifest(run=own.stored.run, group=own.stored.group, outcomes=own.stored.outcomes)
+        outcomes = own.stored.outcomes
+        prompt = outcomes[0].prompt_index if outcomes else None
+        return GroupManifest(run=own.stored.run, group=own.stored.group, prompt_index=prompt, outcomes=outcomes)
     return stored.manifest
 
 
 async def _audit_episode(
-    scope: _Scope, outcome: EpisodeOutcome, step: int, max_seq_len: int | None, tally: Tally
+    scope: _Scope,
+    outcome: EpisodeOutcome,
+    step: int,
+    max_seq_len: int | None,
+    collect: CollectRequest | None,
+    tally: Tally,
 ) -> None:
     if outcome.samples is None:
         return  # said already: no verdict
@@ -291,6 +331,9 @@ async def _audit_episode(
         return
     sample_set = stored.sample_set
     by_digest = await asyncio.to_thread(check_tokens, who, sample_set, session, digest, tally.findings)
+    check_reference(who, outcome.samples, sample_set, tally.findings)
+    if collect is not None:
+        check_demanded(who, collect, sample_set, tally.findings)
     tally.num_episodes += 1
     tally.num_by_digest += by_digest
     tally.num_tokens += sum(sample.num_tokens for sample in sample_set.samples)
@@ -321,6 +364,7 @@ def _build_report(
         num_steps=account.num_steps,
         num_generations=len(history.generations),
         num_groups=len(account.dispensed),
+        most_open=account.most_open,
         fates=_count_fates(history, account),
         num_episodes=tally.num_episodes,
         num_tokens=tally.num_tokens,

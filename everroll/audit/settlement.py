@@ -10,6 +10,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from everroll.audit.account import Account
+from everroll.audit.bounds import Bounds
 from everroll.audit.evidence import (
     BatchRead,
     Changed,
@@ -17,6 +18,7 @@ from everroll.audit.evidence import (
     Generation,
     Planned,
     Published,
+    Recorded,
     RunHistory,
     Settled,
     Skipped,
@@ -30,7 +32,7 @@ from everroll.audit.stored_batches import check_told
 from everroll.audit.totals import Totals, sort_counts
 from everroll.contracts.batches import StoredBatch
 from everroll.contracts.names import ATTEMPTS_PER_RESUME
-from everroll.contracts.rollout import GroupRequest
+from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import RunState, TrainRequest
 
 _MAX_STALE_REFILLS = 3
@@ -58,6 +60,7 @@ class _Fold:
         self._findings = findings
         self._spec = history.spec
         """As it was changed up to the event that is looked at."""
+        self._bounds = Bounds(history.spec)
         self._skipping: set[int] = set()
         """Groups in flight that are dropped whatever they bring."""
         self._restored = history.is_cut
@@ -84,6 +87,12 @@ class _Fold:
         if generation.restores:
             self._restored = True
             return  # its publishes are of a step that the next one begins with
+        self._bounds.begin(self._spec)
+        specs = self.account.specs
+        if self._restored:
+            specs.clear()  # the settings were read from the run directory
+        if not specs or specs[-1] != self._spec:
+            specs.append(self._spec)
         if generation.start is not None and self._restored:
             plays = self._history.spec.run.mode != "train"
             self._again = adopt_restored(self.account, generation.start, self._ended_last, self._findings, plays=plays)
@@ -97,11 +106,11 @@ class _Fold:
         self._latest, self._settled_at = {}, {}
         self._last_task = None if generation.num_tasks is None else generation.num_tasks - 1
         for event in generation.events:
-            if not isinstance(event, Settled | Planned):
+            if not isinstance(event, Settled | Planned | Recorded):
                 self._ended_last.clear()
                 self._settled_last.clear()
             if isinstance(event, Dispensed):
-                self._dispense(event.request)
+                self._dispense(event)
             elif isinstance(event, Settled):
                 self._settle(event)
             elif isinstance(event, StepScheduled):
@@ -113,15 +122,17 @@ class _Fold:
             elif isinstance(event, Published):
                 self._publish(event.version)
             elif isinstance(event, Changed):
-                self._spec = event.spec
-                self._drop_stale()
+                self._change(event)
+            elif isinstance(event, Recorded):
+                self._record(event.spec)
             elif isinstance(event, Skipped):
                 self._skip(event.group)
             elif isinstance(event, Planned):
                 self.account.planned.update(enumerate(event.prompts, start=event.first_group))
 
-    def _dispense(self, request: GroupRequest) -> None:
-        account, group = self.account, request.group
+    def _dispense(self, event: Dispensed) -> None:
+        account, request = self.account, event.request
+        group = request.group
         wanted = len(account.dispensed)
         again = group in self._again
         text = "the group was dispensed again" if group in account.dispensed else "groups are not dispensed in order"
@@ -142,8 +153,21 @@ class _Fold:
         self._findings.expect(PLANNED, request.prompt_index == planned, breach)
         account.dispensed.setdefault(group, request)
         account.in_flight.add(group)
-        num_open = len(account.in_flight) + len(account.ready) + len(account.in_training)
-        account.most_open = max(account.most_open, num_open)
+        account.most_open = max(account.most_open, account.count_open())
+        self._bounds.check(account, group, event.task, self._findings)
+
+    def _change(self, event: Changed) -> None:
+        self._spec = event.spec
+        self.account.specs.append(event.spec)
+        self._bounds.change(event.spec, event.task)
+        self._drop_stale()
+
+    def _record(self, spec: RunSpec) -> None:
+        """What held before was overwritten; what was changed since may be written down or not."""
+        specs = self.account.specs
+        if spec in specs:
+            newest = len(specs) - 1 - specs[::-1].index(spec)
+            del specs[:newest]
 
     def _skip(self, group: int) -> None:
         account = self.account

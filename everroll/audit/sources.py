@@ -15,6 +15,7 @@ from everroll.audit.evidence import (
     GroupHistory,
     RunFiles,
     RunHistory,
+    RunRecordFile,
     SealedDirectory,
     StepRecordFile,
     StoredGroup,
@@ -126,6 +127,8 @@ def read_run_files(root: Path) -> RunFiles:
             unreadable[step] = str(error)
     metric_lines, malformed_line = _read_metrics(root / "metrics.jsonl")
     forked_at, executions = _read_origin(root / "run.json")
+    run_record, run_trouble = _read_run_record(root / "run.json")
+    steerings, malformed_steering = _read_steerings(root / "steering.jsonl")
     return RunFiles(
         path=root,
         records=records,
@@ -134,7 +137,11 @@ def read_run_files(root: Path) -> RunFiles:
         malformed_line=malformed_line,
         weights=_read_all_sealed(root / "weights"),
         checkpoints=_read_all_sealed(root / "checkpoints"),
-        steerings=_read_steerings(root / "steering.jsonl"),
+        steerings=steerings,
+        malformed_steering=malformed_steering,
+        requests=_read_requests(root / "requests"),
+        run_record=run_record,
+        run_trouble=run_trouble,
         settled=_read_settled(root / "settled"),
         forked_at=forked_at,
         executions=executions,
@@ -149,6 +156,16 @@ def _read_origin(path: Path) -> tuple[int, list[str]]:
         return int(origin["step"]) if origin else 0, [str(name) for name in record.get("executions", [])]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return 0, []
+
+
+def _read_run_record(path: Path) -> tuple[RunRecordFile | None, str | None]:
+    """The record, or why it cannot be read."""
+    try:
+        return RunRecordFile.model_validate_json(path.read_bytes()), None
+    except FileNotFoundError:
+        return None, None
+    except (OSError, ValidationError) as error:
+        return None, f"{error}"[:300]
 
 
 def _find_steps(parent: Path) -> list[tuple[int, Path]]:
@@ -168,14 +185,29 @@ def _read_metrics(path: Path) -> tuple[list[tuple[int, dict[str, float]]], int |
     return lines, None
 
 
-def _read_steerings(path: Path) -> list[SteeringRecord]:
+def _read_steerings(path: Path) -> tuple[list[SteeringRecord], int | None]:
+    """What was asked, and the number of the first line that cannot be read, from 1."""
     records = []
-    for line in _read_whole_lines(path):
+    for number, line in enumerate(_read_whole_lines(path), start=1):
         try:
             records.append(SteeringRecord.model_validate_json(line))
         except ValidationError:
-            break
-    return records
+            return records, number
+    return records, None
+
+
+def _read_requests(parent: Path) -> dict[int, TrainRequest | None]:
+    """A live trainer removes old ones meanwhile; a step that has two files has none that can be read."""
+    requests: dict[int, TrainRequest | None] = {}
+    for step, path in _find_steps(parent):
+        try:
+            request = TrainRequest.model_validate_json(path.read_bytes())
+        except FileNotFoundError:
+            continue
+        except (OSError, ValidationError):
+            request = None
+        requests[step] = None if step in requests else request
+    return requests
 
 
 def _read_settled(parent: Path) -> dict[int, GroupResult | None]:

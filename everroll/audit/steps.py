@@ -6,11 +6,14 @@ batch was trained and what weights came out; metrics, weights and checkpoints mu
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from everroll.audit.account import Account
 from everroll.audit.evidence import RunFiles, SealedDirectory, StepRecordFile
 from everroll.audit.lineage import check_lineage
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.contracts.spec import TrainSection
+from everroll.contracts.training import TrainResult
 
 RECORDS = "steps are on record once, in order"
 BATCHES = "each step trained the batch that was recorded for it"
@@ -57,9 +60,10 @@ def _is_shared(train: TrainSection) -> bool:
 
 def _check_records(account: Account, files: RunFiles, findings: Findings) -> None:
     for step, text in files.unreadable.items():
-        findings.add(RECORDS, _breach(step, f"the step's record cannot be read: {text}"))
-    for step in sorted(account.applied):
-        breach = _breach(step, "the step was answered for, and is not on record", "a record", "none")
+        breach = _breach(step, f"the step's record cannot be read: {text}", "a record", "none that can be read")
+        findings.add(RECORDS, breach)
+    for step in sorted({*account.applied, *range(1, account.by_record + 1)}):
+        breach = _breach(step, "the step was applied, and is not on record", "a record", "none")
         findings.expect(RECORDS, step in files.records or step in files.unreadable, breach)
     handed = set(account.requests)
     for step in sorted(files.records):
@@ -85,9 +89,29 @@ def _check_record(step: int, record: StepRecordFile, account: Account, findings:
     breach = _breach(step, "the record is that of another step", f"step {step}", f"step {found_step}, {version=}")
     findings.expect(RECORDS, (found_step, version) == (step, step), breach)
     if answer is not None:
-        same = (answer.weights, answer.metrics) == (record.result.weights, record.result.metrics)
-        breach = _breach(step, "the run was told other results than are on record", str(answer.weights), "")
-        findings.expect(RECORDS, same, breach.model_copy(update={"found": str(record.result.weights)}))
+        values = _find_difference(answer, record.result)
+        breach = _breach(step, "the run was told other results than are on record")
+        findings.expect(RECORDS, values is None, breach.model_copy(update=values or {}))
+
+
+def _find_difference(told: TrainResult, recorded: TrainResult) -> dict[str, str] | None:
+    """Field and both values of what differs; what was looked up differs in that alone."""
+    if told.weights != recorded.weights:
+        return {"field": "weights", "expected": str(told.weights), "found": str(recorded.weights)}
+    name = _find_other(told.metrics, recorded.metrics)
+    return None if name is None else _show(name, told.metrics, recorded.metrics)
+
+
+def _find_other(left: Mapping[str, float], right: Mapping[str, float]) -> str | None:
+    """The first metric that differs. One that is not a number equals itself."""
+    return next((name for name in sorted({*left, *right}) if repr(left.get(name)) != repr(right.get(name))), None)
+
+
+def _show(name: str, known: Mapping[str, float], found: Mapping[str, float]) -> dict[str, str]:
+    values = {
+        key: repr(side[name]) if name in side else "none" for key, side in (("expected", known), ("found", found))
+    }
+    return {"field": name, **values}
 
 
 def _check_metrics(files: RunFiles, findings: Findings) -> None:
@@ -100,13 +124,15 @@ def _check_metrics(files: RunFiles, findings: Findings) -> None:
         findings.add(METRICS, _breach(wanted[first], text, f"step {wanted[first]}", f"step {steps[first]}"))
     if files.malformed_line is not None:
         text = f"line {files.malformed_line} of metrics.jsonl is no step's"
-        findings.add(METRICS, _breach(len(steps) + 1, text))
+        findings.add(METRICS, _breach(len(steps) + 1, text, "a step and its metrics", "something else"))
     for step, values in files.metric_lines:
         record = files.records.get(step)
         if record is not None:
             own = record.result.metrics
-            name = next((name for name in sorted({*own, *values}) if values.get(name) != own.get(name)), None)
+            name = _find_other(own, values)
             breach = _breach(step, f"metrics.jsonl tells another {name} than the step's record")
+            if name is not None:
+                breach = breach.model_copy(update=_show(name, own, values))
             findings.expect(METRICS, name is None, breach)
     for step in sorted(set(files.records) - set(steps)):
         findings.add(METRICS, _breach(step, "the step has no line in metrics.jsonl", "one line", "none"))
@@ -133,7 +159,7 @@ def _check_directory(directory: SealedDirectory, made: set[tuple[str, str]], fin
     files of a checkpoint."""
     step = directory.step
     if directory.manifest is None:
-        findings.expect(WEIGHTS, False, _breach(step, f"{directory.path} has no manifest"))
+        findings.expect(WEIGHTS, False, _breach(step, f"{directory.path} has no manifest", "a manifest", "none"))
         return
     listed = {name: entry.sha256 for name, entry in directory.manifest.files.items()}
     for name in sorted({**listed, **directory.hashes}):
@@ -151,12 +177,16 @@ def _check_state(directory: SealedDirectory, record: StepRecordFile | None, find
     breach = _breach(step, "the checkpoint says it is of another step", str(step), str(directory.state_step))
     findings.expect(WEIGHTS, directory.state_step == step, breach)
     if record is not None and record.parent_sha256 is not None:
-        breach = _breach(step, "the step's record has no hashes of its checkpoint")
+        breach = _breach(step, "the step's record has no hashes of its checkpoint", "hashes", "none")
         findings.expect(WEIGHTS, record.checkpoint_sha256 is not None, breach)
     if record is not None:
         record = record.model_copy(update={"checkpoint_sha256": None})  # it cannot hold its own
-        breach = _breach(step, "the checkpoint carries another record of its step than the run directory")
-        findings.expect(WEIGHTS, directory.state_record == record, breach)
+        known = record.model_dump_json()
+        found = directory.state_record.model_dump_json() if directory.state_record else "none"
+        first = next((at for at, (left, right) in enumerate(zip(known, found, strict=False)) if left != right), 0)
+        near = slice(max(0, first - 40), first + 80)
+        text = "the checkpoint carries another record of its step than the run directory"
+        findings.expect(WEIGHTS, known == found, _breach(step, text, known[near], found[near]))
 
 
 def _check_newest(files: RunFiles, findings: Findings) -> None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
+from everroll.audit.attempts import check_attempts
 from everroll.audit.evidence import EpisodeHistory, GroupHistory
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.contracts.outcomes import CauseKind, SampleStatus
-from everroll.contracts.rollout import DatasetRef, EpisodeKey, EpisodeOutcome, GroupManifest, GroupResult
+from everroll.contracts.rollout import DatasetRef, EpisodeKey, EpisodeOutcome, GroupManifest, GroupRequest, GroupResult
 from everroll.prompts import compute_prompt_index
 
 PROMPTS = "episodes play the prompt that is their group's turn"
@@ -32,16 +33,23 @@ def check_prompts(group: int, history: GroupHistory, dataset: DatasetRef | None,
         if not findings.expect(PROMPTS, reference == dataset, breach):
             continue
         found = episode.report.prompt_index if episode.report else None
-        wanted = history.request.prompt_index
-        if wanted is None:
-            wanted = compute_prompt_index(group, reference.num_prompts, reference.seed, reference.shuffle)
+        wanted = find_prompt(history.request)
         breach = _breach(_I1, "the episode played another prompt than its group's", where, wanted, found)
-        findings.expect(PROMPTS, found is None or found == wanted, breach)
+        has_played = episode.report is not None and episode.report.status is SampleStatus.COMPLETED
+        findings.expect(PROMPTS, found == wanted or (found is None and not has_played), breach)
+
+
+def find_prompt(request: GroupRequest) -> int:
+    """The prompt that is a group's turn: as the curriculum chose, or by the deterministic order."""
+    if request.prompt_index is not None:
+        return request.prompt_index
+    data = request.dataset
+    return compute_prompt_index(request.group, data.num_prompts, data.seed, data.shuffle)
 
 
 def check_told(group: int, history: GroupHistory, told: GroupResult, findings: Findings) -> None:
     """The run settled the group with the result that the group itself gave."""
-    breach = _breach(_I1, "the run was told another result than the group gave", {"group": group}, None, None)
+    breach = _breach(_I1, "the run was told another result than the group gave", {"group": group}, "", "a result")
     if history.result is None:
         findings.expect(TOLD, False, breach.model_copy(update={"expected": "none: it has not completed"}))
         return
@@ -62,32 +70,55 @@ def check_manifest(
     manifest: GroupManifest,
     num_members: int,
     findings: Findings,
+    prompt: int | None = None,
 ) -> None:
     """What the trainer read of a group is what its history says, and every member of it may be trained.
 
-    Without the history, what the manifest says of itself is all there is to check.
+    Without the history, what the manifest says of itself is all there is to check, and the `prompt` that is the group's
+    turn, where that is known.
     """
     where: Mapping[str, object] = {"step": step, "group": group}
     members = [outcome.key.member for outcome in manifest.outcomes]
     breach = _breach(_I6, "the group's members are not all there, once each", where, list(range(num_members)), members)
     findings.expect(MEMBERS, members == list(range(num_members)) and manifest.group == group, breach)
     if history is not None and history.stored is not None and history.stored.outcomes != manifest.outcomes:
-        pairs = zip(history.stored.outcomes, manifest.outcomes, strict=False)
-        member = next((index for index, (known, found) in enumerate(pairs) if known != found), None)
-        breach = _breach(_I6, "the manifest is not what the group handed to the store", where, None, None)
-        findings.add(REFERENCES, breach.model_copy(update={"member": member}))
+        findings.add(REFERENCES, _find_difference(where, history.stored.outcomes, manifest.outcomes))
+    _check_prompt(where, manifest, prompt, findings)
     for member, outcome in enumerate(manifest.outcomes):
         wanted = EpisodeKey(run=run, group=group, member=member, attempt=outcome.key.attempt)
         breach = _breach(_I6, "the outcome is another episode's", {**where, "member": member}, wanted, outcome.key)
         findings.expect(MEMBERS, outcome.key == wanted and manifest.run == run, breach)
-        _check_outcome(where, history, outcome, findings)
+        _check_outcome(step, group, history, outcome, findings)
+
+
+def _find_difference(
+    where: Mapping[str, object], known: Sequence[EpisodeOutcome], found: Sequence[EpisodeOutcome]
+) -> Breach:
+    """Where a manifest first differs from what the group handed over."""
+    text = "the manifest is not what the group handed to the store"
+    for member, (left, right) in enumerate(zip(known, found, strict=False)):
+        ours, theirs = left.model_dump(mode="json"), right.model_dump(mode="json")
+        name = next((name for name in ours if ours[name] != theirs[name]), None)
+        if name is not None:
+            breach = _breach(_I6, text, {**where, "member": member}, str(ours[name])[:200], str(theirs[name])[:200])
+            return breach.model_copy(update={"field": name})
+    return _breach(_I6, text, where, f"{len(known)} members", f"{len(found)} members")
+
+
+def _check_prompt(where: Mapping[str, object], manifest: GroupManifest, prompt: int | None, findings: Findings) -> None:
+    """The manifest and all its members name one prompt, and it is the group's; earlier versions name none."""
+    named = [manifest.prompt_index, *(outcome.prompt_index for outcome in manifest.outcomes)]
+    wanted = next((index for index in named if index is not None), None) if prompt is None else prompt
+    found = next((index for index in named if index != wanted), wanted)
+    breach = _breach(_I1, "the manifest names another prompt than its group's", where, wanted, found)
+    findings.expect(PROMPTS, set(named) in ({wanted}, {None}), breach.model_copy(update={"field": "prompt_index"}))
 
 
 def _check_outcome(
-    where: Mapping[str, object], history: GroupHistory | None, outcome: EpisodeOutcome, findings: Findings
+    step: int, group: int, history: GroupHistory | None, outcome: EpisodeOutcome, findings: Findings
 ) -> None:
     session_id = outcome.key.session_id
-    where = {**where, "member": outcome.key.member, "session_id": session_id}
+    where = {"step": step, "group": group, "member": outcome.key.member, "session_id": session_id}
     if history is None:
         trouble = _find_no_reward(outcome)
         breach = _breach(_I6, "an episode without a verdict is trained", where, "completed or truncated", trouble)
@@ -101,6 +132,7 @@ def _check_outcome(
         breach = _breach(_I6, "the group's history knows no report of the episode", where, "a report", "none")
         findings.expect(REWARDS, False, breach)
         return
+    check_attempts(step, history, outcome, findings)
     reported = episode.report.reward
     breach = _breach(_I6, "the reward is not what the episode reported", where, repr(reported), repr(outcome.reward))
     findings.expect(REWARDS, _is_same(reported, outcome.reward), breach.model_copy(update={"field": "reward"}))

@@ -20,6 +20,7 @@ from everroll.audit.evidence import (
     Generation,
     GroupHistory,
     Published,
+    RunFiles,
     RunHistory,
     Settled,
     StepCompleted,
@@ -30,6 +31,8 @@ from everroll.cli.main import run_command_line
 from everroll.contracts.outcomes import Cause, CauseKind, SampleStatus
 from everroll.contracts.rollout import GroupManifest, GroupResult
 from everroll.contracts.spec import TrainSection
+from everroll.contracts.steering import SteeringRecord
+from everroll.contracts.training import RunState
 from everroll.sessions.digest import digest_samples
 from everroll.sessions.reading import RecordedSession
 from everroll.tokens.samples import SampleSet, decode_samples
@@ -97,7 +100,7 @@ def test_an_honest_run_passes(cli: Cli, finished: FinishedRun) -> None:
     assert report["passed"]
     assert report["num_episodes"] == 8
     assert report["num_sampled_tokens"] > 50
-    assert {line["invariant"] for line in report["checks"]} == {"I1", "I2", "I3", "I6"}
+    assert {line["invariant"] for line in report["checks"]} == {"I1", "I2", "I3", "I5", "I6"}
     assert all(line["num_checked"] > 0 for line in report["checks"])
 
 
@@ -279,6 +282,77 @@ def forget_settled(run: FinishedRun) -> None:
     (run.run_dir / "settled" / "group_00000001.json").unlink()
 
 
+def settle_unheard(run: FinishedRun) -> None:
+    """A group that the run never dispensed: a resume would take it for settled."""
+    settled = run.run_dir / "settled"
+    with edited_json(settled / "group_00000001.json") as record:
+        (settled / "group_00000009.json").write_text(json.dumps({**record, "group": 9}))
+
+
+def settle_with_other_numbers(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "settled" / "group_00000001.json") as record:
+        record["mean_reward"] += 0.25
+
+
+def move_mark(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "steps" / "step_000001.json") as record:
+        record["mark"]["next_group"] = 9
+
+
+def drop_by_mark(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "checkpoints" / "step_000002" / "trainer_state.json") as state:
+        state["record"]["mark"]["dropped"] = [3]
+    reseal(run.run_dir / "checkpoints" / "step_000002")
+
+
+def leave_request(run: FinishedRun) -> None:
+    requests = run.run_dir / "requests"
+    request = json.loads((requests / "step_000002.json").read_text())
+    (requests / "step_000003.json").write_text(json.dumps({**request, "step": 3}))
+
+
+def forget_request(run: FinishedRun) -> None:
+    (run.run_dir / "requests" / "step_000002.json").unlink()
+
+
+def reorder_request(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "requests" / "step_000002.json") as request:
+        request["batch"].reverse()
+
+
+def retune_request(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "requests" / "step_000002.json") as request:
+        request["train"]["learning_rate"] = 0.5
+
+
+def forget_run(run: FinishedRun) -> None:
+    (run.run_dir / "run.json").unlink()
+
+
+def change_settings(run: FinishedRun) -> None:
+    with edited_json(run.run_dir / "run.json") as record:
+        record["spec"]["train"]["learning_rate"] = 0.5
+
+
+def invent_origin(run: FinishedRun) -> None:
+    """Steps up to that of a fork's origin are left to the audit of another run."""
+    with edited_json(run.run_dir / "run.json") as record:
+        record["forked_from"] = {"run": "other", "run_dir": "/nowhere", "step": 2}
+
+
+def forge_steering(run: FinishedRun) -> None:
+    record = SteeringRecord(number=1, at=1.0, action="pause", by="nobody@host")
+    (run.run_dir / "steering.jsonl").write_text(record.model_dump_json() + "\n")
+
+
+def break_steering(run: FinishedRun) -> None:
+    (run.run_dir / "steering.jsonl").write_text("garbage\n")
+
+
+def lose_checkpoint(run: FinishedRun) -> None:
+    shutil.rmtree(run.run_dir / "checkpoints" / "step_000002")
+
+
 def settle_as_another(run: FinishedRun) -> None:
     settled = run.run_dir / "settled"
     shutil.copy(settled / "group_00000001.json", settled / "group_00000009.json")
@@ -296,6 +370,20 @@ def settle_as_another(run: FinishedRun) -> None:
         (settle_as_dropped, "on record as settled otherwise", ("I1", None, 1)),
         (forget_settled, "on record as settled otherwise", ("I1", None, 1)),
         (settle_as_another, "the record of how the group was settled is none of it", ("I1", None, 9)),
+        (settle_unheard, "on record as settled that the run never dispensed", ("I1", None, 9)),
+        (settle_with_other_numbers, "settled is not what the run was told", ("I1", None, 1)),
+        (move_mark, "the record's mark is not the one that was handed over", ("I3", 1, None)),
+        (drop_by_mark, "the checkpoint carries another record", ("I3", 2, None)),
+        (leave_request, "a request is on disk that the run never made", ("I3", 3, None)),
+        (forget_request, "the step's request is not on disk", ("I3", 2, None)),
+        (reorder_request, "the request on disk is not the one that was handed over", ("I3", 2, None)),
+        (retune_request, "the request on disk is not the one that was handed over", ("I3", 2, None)),
+        (forget_run, "run.json is missing", ("I3", None, None)),
+        (change_settings, "run.json holds other settings than the run had", ("I3", None, None)),
+        (invent_origin, "run.json tells of another origin than the history", ("I3", None, None)),
+        (forge_steering, "number 1 on record was never asked of the run", ("I3", 0, None)),
+        (break_steering, "line 1 of steering.jsonl cannot be read", ("I3", None, None)),
+        (lose_checkpoint, "the newest checkpoint is gone", ("I3", 2, None)),
     ],
 )
 def test_a_run_directory_that_tells_otherwise(
@@ -306,6 +394,7 @@ def test_a_run_directory_that_tells_otherwise(
     assert code == 1
     breach = next(breach for breach in report["breaches"] if text in breach["message"])
     assert (breach["invariant"], breach["step"], breach["group"]) == where
+    assert all(breach["expected"] != breach["found"] for breach in report["breaches"]), "both values are shown"
 
 
 @pytest.mark.parametrize(
@@ -551,6 +640,94 @@ def test_another_prompt_than_the_order_says(finished: FinishedRun) -> None:
     assert "another prompt" in breach.message
 
 
+def test_a_verdict_that_was_given_up_for_another(finished: FinishedRun) -> None:
+    """Attempt 0 is trained, and a later one had completed with a higher reward."""
+
+    def tamper(source: Tampered) -> None:
+        def play_on(history: GroupHistory) -> GroupHistory:
+            first = history.episodes[SESSION]
+            assert first.report is not None
+            key = first.request.key.model_copy(update={"attempt": 1})
+            request = first.request.model_copy(update={"key": key})
+            report = first.report.model_copy(update={"key": key, "reward": 0.9})
+            later = dataclasses.replace(first, request=request, report=report)
+            return dataclasses.replace(history, episodes={**history.episodes, key.session_id: later})
+
+        source.change_group = lambda history: play_on(history) if history.request.group == 1 else history
+
+    (breach,) = audit_tampered(finished, tamper).breaches
+    assert (breach.invariant, breach.group, breach.member) == (Invariant.VERDICTS, 1, 0)
+    assert (breach.expected, breach.found) == ("attempts 0 to 0", "attempts 0, 1")
+
+
+def renumber(**update: object) -> Callable[[Tampered], None]:
+    """Member 1 of group 3 refers to its samples by other numbers; the group's history says the same."""
+
+    def tamper(source: Tampered) -> None:
+        def change(manifest: GroupManifest) -> GroupManifest:
+            first, second = manifest.outcomes
+            assert second.samples is not None
+            samples = second.samples.model_copy(update=update)
+            return manifest.model_copy(update={"outcomes": [first, second.model_copy(update={"samples": samples})]})
+
+        source.change_manifest = lambda manifest: change(manifest) if manifest.group == 3 else manifest
+
+    return tamper
+
+
+def name_another_prompt(source: Tampered) -> None:
+    source.change_manifest = lambda manifest: manifest.model_copy(update={"prompt_index": 99})
+
+
+def demand_newer(source: Tampered) -> None:
+    """Samples of group 3 were to be of version 5 at least when they were collected."""
+
+    def change(history: GroupHistory) -> GroupHistory:
+        episodes = {
+            session_id: dataclasses.replace(
+                episode, collect=episode.collect and episode.collect.model_copy(update={"min_weight_version": 5})
+            )
+            for session_id, episode in history.episodes.items()
+        }
+        return dataclasses.replace(history, episodes=episodes)
+
+    source.change_group = lambda history: change(history) if history.request.group == 3 else history
+
+
+def play_nothing(source: Tampered) -> None:
+    """Completed episodes of group 3 do not say which prompt they played."""
+
+    def change(history: GroupHistory) -> GroupHistory:
+        episodes = {
+            session_id: dataclasses.replace(
+                episode, report=episode.report and episode.report.model_copy(update={"prompt_index": None})
+            )
+            for session_id, episode in history.episodes.items()
+        }
+        return dataclasses.replace(history, episodes=episodes)
+
+    source.change_group = lambda history: change(history) if history.request.group == 3 else history
+
+
+@pytest.mark.parametrize(
+    ("tamper", "text", "field"),
+    [
+        (renumber(num_tokens=1), "the samples are not as many, or of other weights", "num_tokens"),
+        (renumber(min_weight_version=-3), "told other numbers of the group than its members", "min_weight_version"),
+        (name_another_prompt, "the manifest names another prompt than its group's", "prompt_index"),
+        (demand_newer, "sampled by older weights than were demanded", "weight_versions"),
+        (play_nothing, "the episode played another prompt than its group's", None),
+    ],
+)
+def test_what_is_told_of_a_group(
+    finished: FinishedRun, tamper: Callable[[Tampered], None], text: str, field: str | None
+) -> None:
+    breaches = audit_tampered(finished, tamper).breaches
+    breach = next(breach for breach in breaches if text in breach.message and breach.group == 3)
+    assert breach.field == field
+    assert breach.expected != breach.found
+
+
 def edit_events(change: Callable[[list[Any]], list[Any]]) -> Callable[[Tampered], None]:
     def tamper(source: Tampered) -> None:
         def edit(history: RunHistory) -> RunHistory:
@@ -757,7 +934,9 @@ def test_a_manifest_that_holds_another_groups_episodes(finished: FinishedRun) ->
 
     breaches = audit_tampered(finished, tamper).breaches
     assert {(breach.invariant, breach.group, breach.message) for breach in breaches} == {
-        (Invariant.VERDICTS, 2, "the outcome is another episode's")
+        (Invariant.VERDICTS, 2, "the outcome is another episode's"),
+        (Invariant.VERDICTS, 2, "the run was told other numbers of the group than its members come to"),
+        (Invariant.SETTLED_ONCE, 2, "the manifest names another prompt than its group's"),
     }
 
 
@@ -778,7 +957,18 @@ def let_go_of_samples(source: Tampered) -> None:
             history, spec=spec, generations=[dataclasses.replace(generation, spec=spec, events=events)]
         )
 
-    source.change_run = change
+    def rewrite(files: RunFiles) -> RunFiles:
+        assert files.run_record is not None
+        spec = files.run_record.spec
+        train = spec.train.model_copy(update={"keep_samples": "replay"})
+        record = files.run_record.model_copy(update={"spec": spec.model_copy(update={"train": train})})
+        requests = {
+            step: request.model_copy(update={"train": train}) if request else None
+            for step, request in files.requests.items()
+        }
+        return dataclasses.replace(files, run_record=record, requests=requests)
+
+    source.change_run, source.change_files = change, rewrite
 
 
 def test_what_retention_lets_go_of_and_what_it_keeps(tampered: FinishedRun) -> None:
@@ -815,6 +1005,34 @@ def test_an_open_run_whose_directory_is_ahead_of_its_history(finished: FinishedR
     report = audit_tampered(finished, reopen(cut_before_step_2))
     assert [str(breach) for breach in report.breaches] == []
     assert (report.num_steps, report.num_episodes) == (1, 4)
+
+
+def lose_history(source: Tampered) -> None:
+    """As if the run had been resumed after its last step, on a Temporal server that knows nothing of it."""
+
+    def change(history: RunHistory) -> RunHistory:
+        (generation,) = history.generations
+        start = RunState(dataset=history.dataset, step=2, next_group=4, trained_groups=4)
+        restoring = dataclasses.replace(generation, events=[], restores=True)
+        return dataclasses.replace(history, generations=[restoring, Generation("b", start, [], spec=history.spec)])
+
+    source.change_run = change
+
+
+def test_a_run_that_is_known_by_its_directory_alone(finished: FinishedRun, tampered: FinishedRun) -> None:
+    """Temporal's database was lost: the directory's parts are held to each other."""
+    report = audit_tampered(finished, lose_history)
+    assert [str(breach) for breach in report.breaches] == []
+    assert (report.num_steps, report.num_episodes) == (2, 8)
+    for tamper in (settle_unheard, move_mark, reorder_request):
+        tamper(tampered)
+    (tampered.run_dir / "steps" / "step_000002.json").unlink()
+    told = {(breach.step or breach.group, breach.message) for breach in audit_tampered(tampered, lose_history).breaches}
+    assert {
+        (9, "a group is on record as settled that the run never dispensed"),
+        (1, "the request on disk has another mark than the step's record"),
+        (2, "the step was applied, and is not on record"),
+    } <= told
 
 
 def take_no_step(run_id: str | None) -> Callable[[Tampered], None]:
