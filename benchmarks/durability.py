@@ -289,6 +289,15 @@ _KILLS: dict[str, Callable[[World, random.Random], Awaitable[float]]] = {
 }
 
 
+def _parse(line: bytes) -> dict[str, Any] | None:
+    """None for what a process was writing when it was killed."""
+    try:
+        parsed: dict[str, Any] = json.loads(line)
+    except ValueError:
+        return None
+    return parsed
+
+
 @dataclass(frozen=True)
 class PlainLoss:
     """Of one kill of the plain loop: seconds until a turn that had not been played before, and what was lost."""
@@ -325,7 +334,8 @@ class PlainLoop:
 
     def read_seen(self) -> list[dict[str, Any]]:
         path = self.directory / "seen.jsonl"
-        return [json.loads(line) for line in path.read_bytes().splitlines()] if path.exists() else []
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        return [line for text in lines if (line := _parse(text)) is not None]
 
     def count_steps(self) -> int:
         return len(list(self.directory.glob("checkpoint-*")))
