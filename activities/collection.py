@@ -79,9 +79,10 @@ class CollectionActivities:
                 except Exception as error:
                     errors.append(f"{session_id}: {type(error).__name__}: {error}")
 
-        await asyncio.gather(*(release(session_id) for session_id in request.session_ids))
-        if request.ended_run:
-            await client.end_run(request.ended_run)
+        async with heartbeating("releasing"):
+            await asyncio.gather(*(release(session_id) for session_id in request.session_ids))
+            if request.ended_run:
+                await client.end_run(request.ended_run)
         if errors:
             activity.logger.warning("%d sessions were not released; the first: %s", len(errors), errors[0])
         return ReleaseResult(

@@ -106,7 +106,8 @@ class HealthActivities:
 
     @activity.defn(name=names.SURVEY_GROUPS)
     async def survey_groups(self, request: SurveyRequest) -> Survey:
-        return await survey_run(self._client, request.run, request.groups)
+        async with heartbeating("looking"):
+            return await survey_run(self._client, request.run, request.groups)
 
     async def _probe(self, server: str) -> str | None:
         try:

@@ -260,6 +260,7 @@ class RunCalls:
                 ),
                 start_to_close_timeout=policies.RELEASE_AFTER_FAILURE,
                 schedule_to_close_timeout=policies.RELEASE_AFTER_FAILURE,
+                heartbeat_timeout=policies.LIGHT_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary="the run has ended",
             )
@@ -277,6 +278,7 @@ class RunCalls:
                 result_type=Survey,
                 start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
                 schedule_to_close_timeout=policies.LIGHT_START_TO_CLOSE * 2,
+                heartbeat_timeout=policies.LIGHT_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary="no progress for a while",
             )

@@ -128,6 +128,7 @@ class EvaluationCalls:
                 task_queue=self._request.services.task_queue,
                 start_to_close_timeout=policies.LIGHT_START_TO_CLOSE,
                 schedule_to_close_timeout=policies.RELEASE_SCHEDULE_TO_CLOSE,
+                heartbeat_timeout=policies.LIGHT_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary=f"{len(sessions)} sessions",
             )

@@ -350,6 +350,7 @@ class RolloutGroup:
                 task_queue=self.request.task_queue,
                 start_to_close_timeout=min(limit, policies.LIGHT_START_TO_CLOSE),
                 schedule_to_close_timeout=limit,
+                heartbeat_timeout=policies.LIGHT_HEARTBEAT,
                 retry_policy=policies.RETRY,
                 summary=f"{len(sessions)} sessions",
             )
