@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from temporalio.testing import ActivityEnvironment
 
 from activities.collection import CollectionActivities
 from everroll.contracts.rollout import ReleaseRequest
@@ -69,8 +70,9 @@ async def test_a_run_that_ended_is_released_then_deleted_but_for_its_digests(
         assert isinstance(collected, CollectedSamples)
         assert await stack.client.sweep() == Swept(0, 0)
         activities = CollectionActivities(stack.http, ADMIN_KEY)  # as a run does at its end
-        await activities.release_sessions(
-            ReleaseRequest(session_url=stack.client.base_url, session_ids=[], ended_run="mine")
+        await ActivityEnvironment().run(
+            activities.release_sessions,
+            ReleaseRequest(session_url=stack.client.base_url, session_ids=[], ended_run="mine"),
         )
         await stack.client.end_run("mine")
         assert await stack.client.sweep() == Swept(1, 1)
