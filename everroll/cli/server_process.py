@@ -11,7 +11,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from everroll.cli.errors import CommandError
+from everroll.cli.errors import BAD_INPUT, FAILED, CommandError
 from everroll.cli.settings_options import read_settings
 from everroll.logs import configure_logging
 
@@ -52,5 +52,7 @@ class ServerProcess:
             module["serve"](settings)
         except Exception as error:
             if f"{type(error).__module__}:{type(error).__qualname__}" in self.start_errors:
-                raise CommandError(f"everroll {self.name}: {error}") from error
+                # What the system refused, such as an address, may be had a moment later; a supervisor tries again.
+                code = FAILED if isinstance(error.__cause__, OSError) else BAD_INPUT
+                raise CommandError(f"everroll {self.name}: {error}", code) from error
             raise

@@ -237,3 +237,14 @@ def test_up_and_down_of_the_real_stack(tmp_path: Path) -> None:
     assert down.returncode == 0, down.stdout + down.stderr
     assert not is_any_running(state)
     assert not is_running(state.supervisor)
+
+
+@pytest.mark.parametrize(("is_taken", "code"), [(True, 1), (False, 2)])
+def test_a_taken_address_is_no_mistake_in_the_call(tmp_path: Path, is_taken: bool, code: int) -> None:
+    """Exit code 2 ends the stack at once; an address is free again when whoever has it ends, and is tried again."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1] if is_taken else 0
+        model = tmp_path if is_taken else tmp_path / "missing"
+        ended = everroll("engine", "--model-path", str(model), "--port", str(port), cwd=tmp_path)
+    assert ended.returncode == code
+    assert ("cannot listen on" if is_taken else "no such directory") in ended.stderr
