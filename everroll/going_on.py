@@ -6,7 +6,6 @@ worker that takes the directory asks again, and its answer holds. Reads, and cha
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from everroll.contracts.steering import (
 )
 from everroll.contracts.training import ForkOrigin, ResumeRequest
 from everroll.failures import ConfigurationError
+from everroll.ranges import name_ranges
 
 _NUM_STEPS = "num_steps"
 
@@ -131,7 +131,7 @@ def find_start(kept: KeptSteps, origin: ForkOrigin) -> int | None:
         raise ConfigurationError(
             f"run {origin.run} cannot be forked at step {origin.step}: it is at step {kept.latest}, and has "
             f"checkpoints of the steps {checkpoints}; with its stored batches these steps can be had: "
-            f"{_list_ranges(available)}"
+            f"{name_ranges(available)}"
         )
     return start
 
@@ -165,14 +165,3 @@ def _list_steps(parent: Path) -> list[tuple[int, Path]]:
     """Newest first."""
     found = ((path.name.removesuffix(".json").removeprefix("step_"), path) for path in parent.glob("step_*"))
     return sorted(((int(number), path) for number, path in found if number.isdigit()), reverse=True)
-
-
-def _list_ranges(steps: Iterable[int]) -> str:
-    """`0-3, 7`."""
-    ranges: list[list[int]] = []
-    for step in steps:
-        if ranges and ranges[-1][-1] == step - 1:
-            ranges[-1] = [ranges[-1][0], step]
-        else:
-            ranges.append([step, step])
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges) or "none"

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from everroll.audit.account import Account
 from everroll.audit.evidence import RunFiles
 from everroll.audit.report import Breach, Findings, Invariant
 from everroll.audit.steps import WEIGHTS
+from everroll.ranges import name_ranges
 
 
 def check_kept(account: Account, files: RunFiles, findings: Findings) -> None:
@@ -20,7 +19,7 @@ def check_kept(account: Account, files: RunFiles, findings: Findings) -> None:
     own = [step for step in _list_checkpoints(account, files) if step > files.forked_at]
     held = {directory.step for directory in files.checkpoints}
     if own:
-        breach = _breach(own[-1], "the newest checkpoint is gone", f"a directory, {own[-1]}", _name(held))
+        breach = _breach(own[-1], "the newest checkpoint is gone", f"a directory, {own[-1]}", name_ranges(held))
         findings.expect(WEIGHTS, own[-1] in held, breach)
     else:
         breach = _breach(max(files.records), "the run has no checkpoint to go on from", "a directory", "none")
@@ -46,21 +45,6 @@ def _list_checkpoints(account: Account, files: RunFiles) -> list[int]:
         if by_settings or record.checkpoint_sha256 is not None:
             steps.append(step)
     return steps
-
-
-def name_ranges(steps: Iterable[int]) -> str:
-    """`1-3, 7`."""
-    ranges: list[tuple[int, int]] = []
-    for step in sorted(steps):
-        if ranges and ranges[-1][1] == step - 1:
-            ranges[-1] = (ranges[-1][0], step)
-        else:
-            ranges.append((step, step))
-    return ", ".join(f"{first}-{last}" if last > first else str(first) for first, last in ranges)
-
-
-def _name(steps: Iterable[int]) -> str:
-    return name_ranges(steps) or "none"
 
 
 def _breach(step: int, message: str, expected: str, found: str) -> Breach:
