@@ -15,8 +15,9 @@ from everroll.contracts.rollout import DatasetRef
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import ForkOrigin, ResumeRequest
 from everroll.going_on import check_fork, find_start, read_kept_steps
+from everroll.run_files import is_complete
 from everroll.run_record import RunRecord, RunRecordDirectory, check_dataset
-from trainer.durable import is_complete, link_file
+from trainer.durable import link_file
 from trainer.rundir import AppliedStep, RunDirectory
 
 _ONCE_A_RUN = ("model_files", "base_model")

@@ -9,9 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from everroll.contracts.base import Payload
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.steering import (
     FIXED,
@@ -24,6 +21,7 @@ from everroll.contracts.steering import (
 from everroll.contracts.training import ForkOrigin, ResumeRequest
 from everroll.failures import ConfigurationError
 from everroll.ranges import name_ranges
+from everroll.run_files import find_steps, is_complete
 
 _NUM_STEPS = "num_steps"
 
@@ -104,17 +102,17 @@ class KeptSteps:
 
 def read_kept_steps(run_dir: Path) -> KeptSteps:
     """Names and sizes are looked at, not contents."""
-    checkpoints = _list_steps(run_dir / "checkpoints")
+    checkpoints = reversed(find_steps(run_dir / "checkpoints"))
     return KeptSteps(
         latest=find_latest_step(run_dir),
-        checkpoints=tuple(step for step, path in checkpoints if _is_complete(path)),
-        requests=frozenset(step for step, _ in _list_steps(run_dir / "requests")),
+        checkpoints=tuple(step for step, path in checkpoints if is_complete(path)),
+        requests=frozenset(step for step, _ in find_steps(run_dir / "requests")),
     )
 
 
 def find_latest_step(run_dir: Path) -> int:
     """The newest applied step; 0 if there is none."""
-    return max((step for step, _ in _list_steps(run_dir / "steps")), default=0)
+    return max((step for step, _ in find_steps(run_dir / "steps")), default=0)
 
 
 def find_start(kept: KeptSteps, origin: ForkOrigin) -> int | None:
@@ -141,27 +139,3 @@ def _start_of(step: int, kept: KeptSteps) -> int | None:
         if start <= step and kept.requests.issuperset(range(start + 1, step + 1)):
             return start
     return None
-
-
-class _FileSize(Payload):
-    num_bytes: int
-
-
-class _Manifest(Payload):
-    """What the trainer lists of a checkpoint's files."""
-
-    files: dict[str, _FileSize]
-
-
-def _is_complete(checkpoint: Path) -> bool:
-    try:
-        manifest = _Manifest.model_validate_json((checkpoint / "manifest.json").read_bytes())
-        return all((checkpoint / name).stat().st_size == file.num_bytes for name, file in manifest.files.items())
-    except (OSError, ValidationError):
-        return False
-
-
-def _list_steps(parent: Path) -> list[tuple[int, Path]]:
-    """Newest first."""
-    found = ((path.name.removesuffix(".json").removeprefix("step_"), path) for path in parent.glob("step_*"))
-    return sorted(((int(number), path) for number, path in found if number.isdigit()), reverse=True)

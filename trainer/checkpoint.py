@@ -29,10 +29,9 @@ from torch.distributed.checkpoint.state_dict_saver import save as save_sharded
 
 from everroll.contracts.base import Payload
 from everroll.contracts.spec import ModelSection, TrainSection
+from everroll.run_files import MANIFEST_NAME, Manifest
 from trainer.distributed.placement import ALONE, Forward, Placement
 from trainer.durable import (
-    MANIFEST_NAME,
-    Manifest,
     TornDirectoryError,
     check_directory,
     link_file,

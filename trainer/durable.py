@@ -13,29 +13,13 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-from pydantic import ValidationError
-
-from everroll.contracts.base import Payload
+from everroll import run_files
+from everroll.run_files import MANIFEST_NAME, FileEntry, Manifest
 from trainer.errors import CheckpointError
 
-MANIFEST_NAME = "manifest.json"
 WEIGHTS_SUFFIX = ".safetensors"
 _TEMPORARY_PREFIX = ".tmp-"
 _CHUNK_BYTES = 1 << 20
-
-
-class FileEntry(Payload):
-    """One file of a directory."""
-
-    sha256: str
-    num_bytes: int
-
-
-class Manifest(Payload):
-    """What a complete directory holds, itself left out."""
-
-    schema_version: int = 1
-    files: dict[str, FileEntry]
 
 
 class TornDirectoryError(CheckpointError):
@@ -74,14 +58,9 @@ def read_manifest(directory: Path) -> Manifest:
         TornDirectoryError: missing, unreadable, or files are missing or of another size.
     """
     try:
-        manifest = Manifest.model_validate_json((directory / MANIFEST_NAME).read_bytes())
-        for name, entry in manifest.files.items():
-            size = (directory / name).stat().st_size
-            if size != entry.num_bytes:
-                raise TornDirectoryError(f"{directory / name} has {size} bytes, expected {entry.num_bytes}")
-    except (OSError, ValidationError) as error:
-        raise TornDirectoryError(f"{directory} is not complete: {error}") from error
-    return manifest
+        return run_files.read_manifest(directory)
+    except run_files.IncompleteDirectoryError as error:
+        raise TornDirectoryError(str(error)) from error
 
 
 def check_directory(directory: Path) -> Manifest:
@@ -96,15 +75,6 @@ def check_directory(directory: Path) -> Manifest:
         if digest != entry.sha256:
             raise TornDirectoryError(f"{directory / name} has sha256 {digest}, expected {entry.sha256}")
     return manifest
-
-
-def is_complete(directory: Path) -> bool:
-    """Whether `read_manifest` accepts it."""
-    try:
-        read_manifest(directory)
-    except TornDirectoryError:
-        return False
-    return True
 
 
 def remove_leftovers(parent: Path) -> None:

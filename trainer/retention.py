@@ -15,8 +15,9 @@ from pydantic import ValidationError
 from everroll.contracts.rollout import GroupManifest
 from everroll.contracts.spec import TrainSection
 from everroll.contracts.training import TrainRequest
+from everroll.run_files import is_complete
 from everroll.store import StoreError, open_store
-from trainer.durable import is_complete, remove_directory
+from trainer.durable import remove_directory
 from trainer.errors import CheckpointError
 from trainer.rundir import RunDirectory
 

@@ -22,6 +22,7 @@ from pydantic import ValidationError
 
 from everroll.contracts.base import Payload
 from everroll.contracts.training import GroupBatchItem, LedgerMark, TrainRequest, TrainResult
+from everroll.run_files import find_steps, name_step
 from everroll.store import write_durably
 from trainer.durable import remove_leftovers
 from trainer.errors import CheckpointError, RunInUseError
@@ -87,10 +88,10 @@ class RunDirectory:
             self._lock_handle = None
 
     def checkpoint(self, step: int) -> Path:
-        return self.root / "checkpoints" / _step_name(step)
+        return self.root / "checkpoints" / name_step(step)
 
     def weights(self, step: int) -> Path:
-        return self.root / "weights" / _step_name(step)
+        return self.root / "weights" / name_step(step)
 
     def checkpoint_steps(self) -> list[int]:
         """Steps that have a checkpoint directory, newest first. Complete or not."""
@@ -151,19 +152,15 @@ class RunDirectory:
         self._request(step).unlink(missing_ok=True)
 
     def _request(self, step: int) -> Path:
-        return self.root / "requests" / f"{_step_name(step)}.json"
+        return self.root / "requests" / f"{name_step(step)}.json"
 
     def _record(self, step: int) -> Path:
-        return self.root / "steps" / f"{_step_name(step)}.json"
-
-
-def _step_name(step: int) -> str:
-    return f"step_{step:06d}"
+        return self.root / "steps" / f"{name_step(step)}.json"
 
 
 def _list_steps(parent: Path) -> list[int]:
-    names = [path.name.removesuffix(".json") for path in parent.glob("step_*")]
-    return sorted((int(name.removeprefix("step_")) for name in names), reverse=True)
+    """Newest first."""
+    return [step for step, _ in reversed(find_steps(parent))]
 
 
 def _try_lock(handle: int) -> bool:

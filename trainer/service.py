@@ -22,6 +22,7 @@ import torch
 
 from everroll.contracts.spec import TrainSection
 from everroll.contracts.training import PrepareTrainerRequest, TrainRequest, TrainResult, Weights
+from everroll.run_files import Manifest, is_complete
 from trainer.checkpoint import (
     TrainerState,
     find_checkpoint,
@@ -33,7 +34,7 @@ from trainer.checkpoint import (
 from trainer.distributed.commands import Apply, Begin, Collect, Forget, LoadBatch, LoadCheckpoint, SaveOptimizer
 from trainer.distributed.ranks import Ranks
 from trainer.distributed.replica import Replica
-from trainer.durable import WEIGHTS_SUFFIX, Manifest, hash_weights, is_complete, read_manifest
+from trainer.durable import WEIGHTS_SUFFIX, hash_weights, read_manifest
 from trainer.errors import CheckpointError, LostRankError, ReplayDifferenceError, RunInUseError, StepOrderError
 from trainer.model import Policy
 from trainer.retention import prune

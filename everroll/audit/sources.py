@@ -26,13 +26,13 @@ from everroll.audit.report import AuditInputError
 from everroll.contracts.rollout import BlobRef, GroupManifest, GroupResult
 from everroll.contracts.steering import SteeringRecord
 from everroll.contracts.training import TrainRequest
+from everroll.run_files import find_steps, name_step
 from everroll.sessions.digest import SessionDigest
 from everroll.sessions.reading import JournalReader, JournalReadError, MalformedSessionError, RecordedSession
 from everroll.store import StoreError, open_store
 from everroll.tokens.samples import MalformedSamplesError, decode_samples
 
 _CHUNK_BYTES = 1 << 20
-_STEP_PREFIX = "step_"
 
 
 class RecordedEvidence:
@@ -94,7 +94,7 @@ class RecordedEvidence:
         return await asyncio.to_thread(read_run_files, self._run_dir)
 
     async def read_played(self, directory: Path, step: int) -> TrainRequest | None:
-        path = directory / "requests" / f"{_STEP_PREFIX}{step:06d}.json"
+        path = directory / "requests" / f"{name_step(step)}.json"
         try:
             return TrainRequest.model_validate_json(await asyncio.to_thread(path.read_bytes))
         except (OSError, ValidationError):
@@ -117,7 +117,7 @@ def read_run_files(root: Path) -> RunFiles:
     """What a run directory holds of steps; every file that is kept is hashed."""
     records: dict[int, StepRecordFile] = {}
     unreadable: dict[int, str] = {}
-    for step, path in _find_steps(root / "steps"):
+    for step, path in find_steps(root / "steps"):
         if step in records:
             unreadable[step] = f"{path.name} is another record of it"
             continue
@@ -168,11 +168,6 @@ def _read_run_record(path: Path) -> tuple[RunRecordFile | None, str | None]:
         return None, f"{error}"[:300]
 
 
-def _find_steps(parent: Path) -> list[tuple[int, Path]]:
-    found = [(path.name.removesuffix(".json").removeprefix(_STEP_PREFIX), path) for path in parent.glob("step_*")]
-    return sorted((int(number), path) for number, path in found if number.isdigit())
-
-
 def _read_metrics(path: Path) -> tuple[list[tuple[int, dict[str, float]]], int | None]:
     """Steps and their metrics, and the number of the first line that is no step's, from 1."""
     lines = []
@@ -199,7 +194,7 @@ def _read_steerings(path: Path) -> tuple[list[SteeringRecord], int | None]:
 def _read_requests(parent: Path) -> dict[int, TrainRequest | None]:
     """A live trainer removes old ones meanwhile; a step that has two files has none that can be read."""
     requests: dict[int, TrainRequest | None] = {}
-    for step, path in _find_steps(parent):
+    for step, path in find_steps(parent):
         try:
             request = TrainRequest.model_validate_json(path.read_bytes())
         except FileNotFoundError:
@@ -234,7 +229,7 @@ def _read_whole_lines(path: Path) -> list[bytes]:
 def _read_all_sealed(parent: Path) -> list[SealedDirectory]:
     """Every directory that is still there; a live trainer removes old ones meanwhile, and may replace one."""
     found = []
-    for step, path in _find_steps(parent):
+    for step, path in find_steps(parent):
         before = _identify(path)
         try:
             sealed = _read_sealed(step, path)

@@ -9,7 +9,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,18 @@ def plan_probe(directory: Path, *arguments: str, modules: tuple[str, ...] = ("nu
     )
 
 
+@asynccontextmanager
+async def open_starter(
+    logs: Path, *specs: ProcessSpec, report: Callable[[str], None] = print
+) -> AsyncIterator[LocalStarter]:
+    starter = LocalStarter(logs, report)
+    await starter.prepare(specs)
+    try:
+        yield starter
+    finally:
+        await starter.close()
+
+
 async def end(child: RunningChild) -> int:
     return await asyncio.wait_for(child.wait(), 60)
 
@@ -51,9 +63,7 @@ def read_found(log: Path) -> dict[str, Any]:
 
 async def test_a_fork_finds_what_a_process_of_its_own_finds(tmp_path: Path) -> None:
     spec = plan_probe(tmp_path, "3", modules=("tests.fork_probe", "numpy"))
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec) as starter:
         found = []
         for number in (1, 2):
             forked = await starter.start(spec, tmp_path / f"forked-{number}.log")
@@ -62,8 +72,6 @@ async def test_a_fork_finds_what_a_process_of_its_own_finds(tmp_path: Path) -> N
             found.append(read_found(tmp_path / f"forked-{number}.log"))
         plain = await Child.start(spec.argv, spec.cwd, tmp_path / "plain.log", spec.env)
         assert await end(plain) == 3
-    finally:
-        await starter.close()
     expected = read_found(tmp_path / "plain.log")
     assert [item["ahead"] for item in (*found, expected)] == [True, True, False]
     for item in found:
@@ -76,12 +84,8 @@ async def test_a_fork_finds_what_a_process_of_its_own_finds(tmp_path: Path) -> N
 
 async def test_what_cannot_be_imported_ahead_holds_nobody_up(tmp_path: Path) -> None:
     spec = plan_probe(tmp_path, "0", modules=("everroll.no_such_module", "numpy"))
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec) as starter:
         assert await end(await starter.start(spec, tmp_path / "probe.log")) == 0
-    finally:
-        await starter.close()
     assert "everroll.no_such_module is not imported ahead" in (tmp_path / "preloaded.log").read_text()
 
 
@@ -99,14 +103,10 @@ async def test_where_nothing_can_be_forked_it_starts_from_nothing(tmp_path: Path
         modules=("ends_all",),
     )
     told: list[str] = []
-    starter = LocalStarter(tmp_path, told.append)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec, report=told.append) as starter:
         child = await starter.start(spec, tmp_path / "probe.log")
         assert isinstance(child, Child)
         assert await end(child) == 0
-    finally:
-        await starter.close()
     assert "it is started from nothing" in told[0]
 
 
@@ -120,14 +120,10 @@ async def test_what_an_imported_module_leaves_behind_is_not_taken_for_a_fork(tmp
     )
     preload = Preload("preloaded", tmp_path, {"PYTHONPATH": str(find_root()), "PYTHONUNBUFFERED": ""})
     spec = dataclasses.replace(plan_probe(tmp_path, "3", modules=("leaves_much",)), preload=preload)
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec) as starter:
         child = await starter.start(spec, tmp_path / "probe.log")
         assert isinstance(child, ForkedChild)
         assert await end(child) == 3
-    finally:
-        await starter.close()
     assert "said once" not in (tmp_path / "probe.log").read_text()
     assert (tmp_path / "preloaded.log").read_text().count("said once") == 1
 
@@ -146,16 +142,12 @@ async def test_the_end_of_a_fork_is_told_while_the_server_imports(tmp_path: Path
         dataclasses.replace(plan_probe(tmp_path, "3", modules=(module,)), preload=preload)
         for module in ("first", "second")
     ]
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare(specs)
-    try:
+    async with open_starter(tmp_path, *specs) as starter:
         starting = asyncio.create_task(starter.start(specs[0], tmp_path / "probe.log"))
         await asyncio.sleep(0)
         (tmp_path / "go-first").touch()
         child = await asyncio.wait_for(starting, 60)
         assert await asyncio.wait_for(child.wait(), 30) == 3
-    finally:
-        await starter.close()
 
 
 def plan_server(directory: Path) -> ProcessSpec:
@@ -173,9 +165,7 @@ def plan_server(directory: Path) -> ProcessSpec:
 async def test_who_asks_all_processes_to_end_does_not_kill_the_forks(tmp_path: Path) -> None:
     """As a service manager does: each fork ends in good order, which it could not if the server were gone."""
     spec = plan_server(tmp_path)
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec) as starter:
         first = await starter.start(spec, tmp_path / "first.log")
         server = parent_of(first.identity.pid)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -184,8 +174,6 @@ async def test_who_asks_all_processes_to_end_does_not_kill_the_forks(tmp_path: P
         assert parent_of(second.identity.pid) == parent_of(first.identity.pid) == server
         os.kill(first.identity.pid, signal.SIGTERM)
         assert await end(first) == -signal.SIGTERM
-    finally:
-        await starter.close()
 
 
 def parent_of(pid: int) -> int:
@@ -250,12 +238,8 @@ async def test_a_start_that_is_cancelled_leaves_no_fork(tmp_path: Path, is_late:
 
 async def test_a_fork_is_stopped_as_any_process(tmp_path: Path) -> None:
     spec = plan_server(tmp_path)
-    starter = LocalStarter(tmp_path, print)
-    await starter.prepare([spec])
-    try:
+    async with open_starter(tmp_path, spec) as starter:
         child = await starter.start(spec, tmp_path / "server.log")
         waiting = asyncio.create_task(child.wait())
         await child.stop()
         assert await asyncio.wait_for(waiting, 60) < 0
-    finally:
-        await starter.close()

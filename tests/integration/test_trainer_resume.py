@@ -7,9 +7,9 @@ from pathlib import Path
 
 from everroll.contracts.spec import TrainSection
 from everroll.contracts.training import LedgerMark, TrainRequest
+from everroll.run_files import MANIFEST_NAME
 from everroll.store import LocalStore
 from tests.trainer_helpers import build_prepare_request, build_request, read_weights, store_random_batch
-from trainer.durable import MANIFEST_NAME
 from trainer.rundir import RunDirectory
 from trainer.service import Trainer
 

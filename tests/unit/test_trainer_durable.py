@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.durable import MANIFEST_NAME, TornDirectoryError, check_directory, is_complete, write_directory
+from everroll.run_files import MANIFEST_NAME, is_complete
+from trainer.durable import TornDirectoryError, check_directory, write_directory
 from trainer.errors import RunInUseError
 from trainer.rundir import RunDirectory
 

@@ -10,11 +10,12 @@ from activities.forking import plan_fork, write_fork
 from everroll.contracts.rollout import DatasetRef, GroupManifest
 from everroll.contracts.spec import RunSpec, TrainSection
 from everroll.contracts.training import ForkOrigin, ResumeRequest
+from everroll.run_files import MANIFEST_NAME
 from everroll.run_record import RunRecord
 from everroll.store import LocalStore, StoreError
 from tests.trainer_helpers import build_prepare_request, build_request
 from trainer import retention
-from trainer.durable import MANIFEST_NAME, hash_file, write_directory
+from trainer.durable import hash_file, write_directory
 from trainer.retention import prune
 from trainer.rundir import RunDirectory
 from trainer.service import Trainer
