@@ -161,7 +161,7 @@ class ForkServer:
         """A server that runs; it may still be importing.
 
         Raises:
-            ForkError: it cannot be started.
+            OSError: it cannot be started.
         """
         async with self._lock:
             if self._forks is None or self._forks.is_over:
@@ -174,6 +174,7 @@ class ForkServer:
 
         Raises:
             ForkError: the server ended, or does not answer.
+            OSError: it cannot be started.
         """
         return await (await self.open()).start(spec, log)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -11,7 +10,7 @@ from everroll.client import EverrollClient
 from everroll.open_groups import OpenGroup, OpenGroups
 from tests.conftest import TemporalServer
 from tests.integration.test_orchestration import wait_for_status
-from tests.integration.test_steering import command
+from tests.integration.test_steering import command, wait_for
 from tests.resume_helpers import RecordingSimulation
 
 
@@ -25,9 +24,7 @@ async def test_status_names_the_groups_that_can_be_skipped(
     async with simulation.workers(client.temporal, task_queue):
         await client.start(spec)
         await wait_for_status(client, run_name, lambda view: view.status is not None and view.status.groups_ready == 1)
-        async with asyncio.timeout(60):
-            while len(simulation.episodes) < 22:  # noqa: ASYNC110
-                await asyncio.sleep(0.02)
+        await wait_for(lambda: len(simulation.episodes) >= 22)
         code, text = await command(temporal_server, "status", run_name)
         assert code == 0, text
         lines = [line for line in text.splitlines() if "group" in line and " for " in line]
