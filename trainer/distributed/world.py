@@ -52,7 +52,8 @@ class World:
         self.size = size
         self.device = device
         self.broken = threading.Event()
-        """Set for good when a process was lost: this process must end too."""
+        """Set for good when a process was lost, once the log says so: this process must end too."""
+        self._breaking = threading.Lock()
         self._commands = dist.new_group(backend="gloo", timeout=silence_limit)
         self._outcomes = dist.new_group(backend="gloo", timeout=collective_limit)
         self._signs = dist.new_group(backend="gloo", timeout=silence_limit)
@@ -69,14 +70,17 @@ class World:
     def mark_broken(self, why: str) -> None:
         """From here on nothing more can be done.
 
-        Said in the log at once: what started the processes may end this one before an error gets anywhere. And this
-        process ends for certain: its main thread may be waiting for one that is silent.
+        Said in the log before anything else: what started the processes may end this one before an error gets anywhere,
+        and so may a second thread that comes upon the loss, as it does when it finds the world broken. And this process
+        ends for certain: its main thread may be waiting for one that is silent.
         """
-        if not self.broken.is_set():
-            self.broken.set()
+        with self._breaking:
+            if self.broken.is_set():
+                return
             _LOGGER.critical("LostRankError: rank %d of %d: %s", self.rank, self.size, why)
-            threading.Thread(target=_end_process, daemon=True, name="end").start()
-            self._on_loss()
+            self.broken.set()
+        threading.Thread(target=_end_process, daemon=True, name="end").start()
+        self._on_loss()
 
     @contextlib.contextmanager
     def command(self, command: str) -> Iterator[None]:
