@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 
 from temporalio import activity
@@ -28,7 +29,7 @@ class EpisodeActivities:
     @activity.defn(name=names.RUN_EPISODE)
     async def run_episode(self, request: EpisodeRequest) -> EpisodeReport:
         started = time.monotonic()
-        async with heartbeating("reading the prompt") as progress:
+        async with heartbeating("reading the prompt", first_seconds=math.inf) as progress:
             prompt = await self._datasets.find_prompt(request.dataset, request.key.group, request.prompt_index)
             progress.report("opening the session")
             report = await self._play(request, prompt, progress)

@@ -11,7 +11,7 @@ from temporalio.client import Client, WorkflowFailureError
 from temporalio.exceptions import CancelledError, FailureError, TerminatedError
 
 from activities.heartbeats import heartbeating
-from activities.runs import find_terminal
+from activities.terminal import find_terminal
 from everroll.contracts import names
 from everroll.contracts.evaluation import (
     AwaitEvaluationRequest,

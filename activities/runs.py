@@ -7,17 +7,16 @@ import time
 
 import httpx
 from temporalio import activity
-from temporalio.client import Client, WorkflowFailureError
-from temporalio.exceptions import ApplicationError, CancelledError, FailureError, TerminatedError
+from temporalio.client import Client
 
 from activities.claims import plan_claim, take_claim
 from activities.engine_owners import EngineOwners
+from activities.group_waits import GroupWaits
 from activities.heartbeats import heartbeating
 from activities.preflight import Preflight
 from everroll.contracts import names
 from everroll.contracts.health import AwaitServerRequest, Survey, SurveyRequest
-from everroll.contracts.outcomes import Cause, CauseKind, ErrorType
-from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, DatasetRef, GroupResult
+from everroll.contracts.rollout import AwaitGroupsRequest, AwaitGroupsResult, DatasetRef
 from everroll.contracts.spec import RunSpec
 from everroll.contracts.training import PrepareRunRequest, PrepareRunResult
 from everroll.failures import Outcome, ServerStatusError, classify, raise_for_status
@@ -58,34 +57,17 @@ class GroupActivities:
     """Re-attaches a run to the groups that its earlier generation left in flight."""
 
     def __init__(self, client: Client) -> None:
-        self._client = client
+        self._waits = GroupWaits(client)
 
     @activity.defn(name=names.AWAIT_GROUPS)
     async def await_groups(self, request: AwaitGroupsRequest) -> AwaitGroupsResult:
         """Return when a group has ended, with those that end shortly after it."""
-        tasks = [asyncio.create_task(self._await_group(request.run, group)) for group in request.groups]
-        try:
-            async with heartbeating(f"waiting for {len(tasks)} groups"):
-                await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                done, _ = await asyncio.wait(tasks, timeout=_LINGER_SECONDS)
+        with self._waits.hold(request.run, request.groups) as waits:
+            async with heartbeating(f"waiting for {len(waits)} groups"):
+                await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                done, _ = await asyncio.wait(waits, timeout=_LINGER_SECONDS)
             # The others are found ended by the next call.
-            return AwaitGroupsResult(results=[task.result() for task in tasks if task in done][:_MAX_RESULTS])
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def _await_group(self, run: str, group: int) -> GroupResult:
-        handle = self._client.get_workflow_handle(names.group_workflow_id(run, group), result_type=GroupResult)
-        try:
-            result: GroupResult = await handle.result()
-        except WorkflowFailureError as error:
-            if isinstance(error.cause, (CancelledError, TerminatedError)):
-                name = type(error.cause).__name__
-                cause = Cause(kind=CauseKind.SKIPPED, error=name, message=f"group {group} was ended")
-                return GroupResult(group=group, dropped=cause)
-            raise find_terminal(error) from error
-        return result
+            return AwaitGroupsResult(results=[wait.result() for wait in waits if wait in done][:_MAX_RESULTS])
 
 
 class HealthActivities:
@@ -121,16 +103,6 @@ class HealthActivities:
                 return f"{type(error).__name__}: {error}"
             raise
         return None
-
-
-def find_terminal(error: BaseException) -> ApplicationError:
-    """The failure at the root of a group's, as one that is never retried: the group will not heal."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ApplicationError):
-        cause = cause.cause if isinstance(cause, (FailureError, WorkflowFailureError)) else None
-    if cause is None:
-        return ApplicationError(str(error), type=ErrorType.PROGRAMMING.value, non_retryable=True)
-    return ApplicationError(cause.message, type=cause.type, non_retryable=True)
 
 
 def _build_reference(spec: RunSpec, dataset: Dataset) -> DatasetRef:

@@ -18,6 +18,7 @@ if __name__ == "__main__":
         "path": sys.path[:2],
         "drawn": [random.random(), numpy.random.rand()],
         "leads_group": os.getpgid(0) == os.getpid(),
+        "niceness": os.nice(0),
         "name": Path("/proc/self/comm").read_text(),
         "signals": re.findall("Sig(?:Blk|Ign|Cgt):.*", Path("/proc/self/status").read_text()),
         "stdin": sys.stdin.read(),

@@ -65,8 +65,10 @@ _ACTIVITY_GRACE = timedelta(seconds=30)
 ATTEMPTS_ALLOWANCE = 10
 """How many times a step's or a publish's own deadline may pass, lost workers included, before the run fails."""
 
-MAX_STARTING_GROUPS = 32
-"""Starts of groups that may be unconfirmed at once: a workflow task with hundreds of them takes too long, and fails."""
+MAX_STARTING_GROUPS = 8
+"""Starts of groups that may be unconfirmed at once. The server makes them one after the other, since each holds the
+run: with hundreds in one workflow task it takes too long, and fails; with thirty, a busy server puts off those that
+have waited for longest again and again."""
 
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=10)
 WATCH_ENGINES_HEARTBEAT = timedelta(seconds=5)

@@ -150,6 +150,7 @@ def become(wanted: Wanted) -> None:
         os.dup2(source, target)
     os.close(log)
     os.close(null)
+    os.nice(wanted["niceness"])
     os.chdir(wanted["cwd"])
     os.environ.update(wanted["env"])
     argv = wanted["argv"]

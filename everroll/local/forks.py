@@ -93,6 +93,7 @@ class Forks:
             "cwd": str(spec.cwd),
             "log": str(log),
             "env": spec.env,
+            "niceness": spec.niceness,
         }
         self._requests.write(json.dumps(wanted).encode() + b"\n")
         fork = None
@@ -194,7 +195,7 @@ class ForkServer:
         begin_log(self._log, command)
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())),
+                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), "0"),
                 *command,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,

@@ -1,4 +1,4 @@
-"""Run a program that dies with its parent: `python -I -S launch.py PARENT_PID PROGRAM ARGUMENT...`.
+"""Run a program that dies with its parent: `python -I -S launch.py PARENT_PID NICENESS PROGRAM ARGUMENT...`.
 
 The program replaces this process, so it keeps its pid. On Linux the kernel kills it when the supervisor ends, even by
 SIGKILL; elsewhere `everroll down` finds what is left by the state file. A program of its own, since code between fork
@@ -23,7 +23,8 @@ def die_with_parent(parent: int) -> None:
 
 def main() -> None:
     die_with_parent(int(sys.argv[1]))
-    program = sys.argv[2:]
+    os.nice(int(sys.argv[2]))
+    program = sys.argv[3:]
     try:
         os.execvp(program[0], program)
     except OSError as error:

@@ -71,6 +71,8 @@ class ProcessSpec:
     """What it may be a fork of; `argv` is then `python -m MODULE ...`."""
     modules: tuple[str, ...] = ()
     """What takes long to import, and is to be there when it is forked."""
+    niceness: int = 0
+    """Added to the supervisor's: where processors are short, what has less comes first."""
     address: str = ""
     """Where it listens, for people."""
     ready_timeout_seconds: float = 60.0
@@ -96,12 +98,13 @@ class Child:
         log: Path,
         env: Mapping[str, str] | None = None,
         stop_timeout_seconds: float = 15.0,
+        niceness: int = 0,
     ) -> Child:
-        """Start a program; its output is appended to `log`, `env` is added to this process's environment."""
+        """Start a program; its output is appended to `log`, `env` and `niceness` are added to this process's own."""
         begin_log(log, argv)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid())),
+                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(niceness)),
                 *argv,
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,

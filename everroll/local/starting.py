@@ -60,7 +60,7 @@ class LocalStarter:
                 return await server.start(spec, log)
             except ForkError as error:
                 self._report(f"{spec.name} is not forked ({error}); it is started from nothing")
-        return await Child.start(spec.argv, spec.cwd, log, spec.env, spec.stop_timeout_seconds)
+        return await Child.start(spec.argv, spec.cwd, log, spec.env, spec.stop_timeout_seconds, spec.niceness)
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers.values()))

@@ -72,14 +72,12 @@ async def play(episode: Episode) -> dict[str, float]:
     num_turns = max(1, round(args.num_turns_distribution().draw(generator)))
     await asyncio.sleep(args.start_distribution().draw(generator))
     messages = list(episode.prompt.messages)
-    client = episode.openai()
     waited = 0.0
     for turn in range(num_turns):
-        completion = await client.chat.completions.create(model=episode.model, messages=messages)
-        choice = completion.choices[0]
-        if turn + 1 == num_turns or choice.finish_reason == "length":
+        (choice,) = (await episode.chat(messages))["choices"]
+        if turn + 1 == num_turns or choice["finish_reason"] == "length":
             break
-        messages.append(choice.message.model_dump(exclude_none=True))
+        messages.append({name: value for name, value in choice["message"].items() if value is not None})
         seconds = args.tool_distribution().draw(generator)
         waited += seconds
         await asyncio.sleep(seconds)

@@ -54,6 +54,7 @@ class Ancestor:
             "cwd": str(cwd),
             "log": str(log),
             "env": dict(env or {}),
+            "niceness": 0,
         }
         assert self._process.stdin is not None
         os.write(self._process.stdin.fileno(), json.dumps(wanted).encode() + b"\n")

@@ -35,6 +35,7 @@ def plan_probe(directory: Path, *arguments: str, modules: tuple[str, ...] = ("nu
         stage=0,
         cwd=directory,
         env={"PYTHONPATH": str(find_root()), "EVERROLL_PROBE": "set"},
+        niceness=3,
         preload=PRELOAD,
         modules=modules,
     )
@@ -70,10 +71,11 @@ async def test_a_fork_finds_what_a_process_of_its_own_finds(tmp_path: Path) -> N
             assert isinstance(forked, ForkedChild)
             assert await end(forked) == 3
             found.append(read_found(tmp_path / f"forked-{number}.log"))
-        plain = await Child.start(spec.argv, spec.cwd, tmp_path / "plain.log", spec.env)
+        plain = await Child.start(spec.argv, spec.cwd, tmp_path / "plain.log", spec.env, niceness=spec.niceness)
         assert await end(plain) == 3
     expected = read_found(tmp_path / "plain.log")
     assert [item["ahead"] for item in (*found, expected)] == [True, True, False]
+    assert expected["niceness"] == os.nice(0) + 3
     for item in found:
         assert {**item, "drawn": 0, "ahead": 0} == {**expected, "drawn": 0, "ahead": 0}
     drawn = [number for item in (*found, expected) for number in item["drawn"]]

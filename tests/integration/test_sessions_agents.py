@@ -42,7 +42,12 @@ async def ask_anthropic(episode: Episode) -> str | None:
     return str(block.text) if block.type == "text" else None
 
 
-@pytest.mark.parametrize("ask", [ask_openai, ask_anthropic])
+async def ask_without_client(episode: Episode) -> str | None:
+    answer = await episode.chat([USER])
+    return str(answer["choices"][0]["message"]["content"])
+
+
+@pytest.mark.parametrize("ask", [ask_openai, ask_anthropic, ask_without_client])
 async def test_an_agent_outlives_a_session_server_that_is_started_anew(
     tmp_path: Path, ask: Callable[[Episode], Awaitable[str | None]]
 ) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 import numpy as np
+import openai
 import pytest
 
 from everroll.agents import AgentClients, AgentError, Episode, check_result, load_agent_function, run_agent
@@ -247,3 +248,18 @@ def is_running(pid: int) -> bool:
 
 def test_keys_do_not_show_in_representations(episode: Episode) -> None:
     assert "secret-key" not in repr(episode)
+
+
+async def test_an_openai_client_that_wants_another_transport_uses_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Strict(openai.AsyncOpenAI):
+        def __init__(self, **options: Any) -> None:
+            if "http_client" in options:
+                raise TypeError("Invalid `http_client` argument")
+            super().__init__(**options)
+
+    for kind in (openai.AsyncOpenAI, Strict):
+        monkeypatch.setattr(openai, "AsyncOpenAI", kind)
+        async with httpx.AsyncClient() as http:
+            clients = AgentClients(http)
+            assert type(clients.get_openai()) is kind
+            await clients.close()

@@ -37,7 +37,7 @@ ALLOWED = {
     "deadline, handlers do not wait",
     "workflows/rollout_group.py:_play_member:wait_condition": "the group's deadline ends it, and the pause's limit",
     "activities/runs.py:await_groups:wait": "Temporal ends the activity by its schedule_to_close",
-    "activities/runs.py:_await_group:result": "Temporal ends the activity by its schedule_to_close",
+    "activities/group_waits.py:_await_group:result": "Temporal ends the activity by its schedule_to_close",
     "activities/evaluation.py:await_evaluation:result": "Temporal ends the activity by its schedule_to_close",
     "everroll/evaluate.py:_wait:result": "a caller that wants a result waits as long as it takes; evaluations have "
     "deadlines",

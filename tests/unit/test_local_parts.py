@@ -76,6 +76,15 @@ def test_whole_stack_is_planned_from_a_model(tmp_path: Path) -> None:
     assert all("secret" not in argument for argv in planned.values() for argument in argv)
 
 
+def test_where_processors_are_short_temporal_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats are lost otherwise. What a person has set for Go's programs counts."""
+    monkeypatch.setenv("GOGC", "50")
+    options = make_options(tmp_path, model=ModelSection(path="/models/tiny", renderer="qwen3"))
+    temporal, *others = plan_processes(options, choose_addresses(options, lambda port: port, print), "secret")
+    assert all(other.niceness > temporal.niceness for other in others)
+    assert temporal.env == {"GOGC": "50", "GODEBUG": "adaptivestackstart=1"}
+
+
 def test_rollout_workers_load_beside_the_servers_that_they_wait_for(tmp_path: Path) -> None:
     """Those that are started here only: a stack comes up whether or not an engine elsewhere does."""
     here, elsewhere = (
