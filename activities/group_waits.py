@@ -54,7 +54,7 @@ class GroupWaits:
         wait = self._waits.get(key)
         if wait is None:
             wait = self._waits[key] = _Wait(asyncio.create_task(self._await_group(key, group)))
-            wait.task.add_done_callback(lambda _: wait.num_holders or self._drop(key, wait))
+            wait.task.add_done_callback(lambda _: None if wait.num_holders else self._drop(key, wait))
         if wait.expiry is not None:
             wait.expiry.cancel()
             wait.expiry = None
