@@ -31,7 +31,7 @@ class Ancestor:
         self.clock: Clock | None = open_clock(Path(directory))
         """Of all that descends from it."""
         clock = {} if self.clock is None else self.clock.environment
-        launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()))
+        launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0")
         self._process = subprocess.Popen(
             [*launcher, sys.executable, "-m", "tests.chaos.zygote"],
             stdin=subprocess.PIPE,
