@@ -45,7 +45,7 @@ class Node:
 async def open_node() -> AsyncIterator[Node]:
     """A node that lasts as long as the block. Only inside of `machine`."""
     keeper = subprocess.Popen(  # noqa: ASYNC220 (its parent must be this thread: it dies with it)
-        [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "unshare", "--net", "sleep", "infinity"]
+        [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0", "unshare", "--net", "sleep", "infinity"]
     )
     try:
         namespace = Path(f"/proc/{keeper.pid}/ns/net")

@@ -132,7 +132,7 @@ class Stack:
             self._supervisor = find_ancestor().start("tests.chaos.stack", [str(self._file)], ROOT, self._log)
             return
         with self._log.open("ab") as log:
-            launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid())]
+            launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0"]
             command = [*launcher, sys.executable, "-m", "tests.chaos.stack", str(self._file)]
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
         _started.append(process)
