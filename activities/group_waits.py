@@ -15,7 +15,9 @@ from everroll.contracts import names
 from everroll.contracts.outcomes import Cause, CauseKind
 from everroll.contracts.rollout import GroupResult
 
-_KEEP_SECONDS = 30.0
+_KEEP_SECONDS = 2.0
+"""The next call comes within moments, if to this worker: with several of them each would soon keep polls for all
+groups, and the server allows a namespace so many (`frontend.namespaceCount`)."""
 
 
 @dataclass
@@ -54,7 +56,7 @@ class GroupWaits:
         wait = self._waits.get(key)
         if wait is None:
             wait = self._waits[key] = _Wait(asyncio.create_task(self._await_group(key, group)))
-            wait.task.add_done_callback(lambda _: None if wait.num_holders else self._drop(key, wait))
+            wait.task.add_done_callback(lambda _: self._drop_unheld(key, wait))
         if wait.expiry is not None:
             wait.expiry.cancel()
             wait.expiry = None
@@ -67,6 +69,10 @@ class GroupWaits:
             self._drop(key, wait)
         elif not wait.num_holders:
             wait.expiry = asyncio.get_running_loop().call_later(self._keep_seconds, self._drop, key, wait)
+
+    def _drop_unheld(self, key: str, wait: _Wait) -> None:
+        if not wait.num_holders:
+            self._drop(key, wait)
 
     def _drop(self, key: str, wait: _Wait) -> None:
         if self._waits.get(key) is wait:

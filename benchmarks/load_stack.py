@@ -11,7 +11,7 @@ from pathlib import Path
 
 from benchmarks.load_metrics import Scraper
 from everroll.contracts.spec import ModelSection, RunSpec
-from everroll.local.plan import BEHIND_TEMPORAL, StackOptions, WantedPorts, choose_addresses, plan_processes
+from everroll.local.plan import NICENESS_OF_COMPUTING, StackOptions, WantedPorts, choose_addresses, plan_processes
 from everroll.local.ports import PortReservations
 from everroll.local.process import ProcessSpec
 from everroll.local.readiness import HttpReady
@@ -163,7 +163,7 @@ def _plan_engine(model: ModelSection, url: str, home: Path) -> ProcessSpec:
             *("--model-path", model.path, "--port", url.rpartition(":")[2]),
             *(item for name, value in behaviour.items() for item in (name, str(value))),
         ),
-        niceness=BEHIND_TEMPORAL,
+        niceness=NICENESS_OF_COMPUTING,
         ready=HttpReady(f"{url}/health"),
         stage=1,
         cwd=home,

@@ -1,12 +1,14 @@
 """Calls of the model without a client library: JSON over connections that a worker's episodes share.
 
-Tried again as stock clients do it: what broke off or was answered with a status that says so, after pauses that double.
+What broke off, or was answered with a status that says so, is tried again as stock clients do it: after pauses that
+double. Each try may take as long as the connections allow, 600 s in a worker.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,7 +19,10 @@ MODEL_CALL_RETRIES = 5
 it had recorded, where the clients' own two tries would be over in less than two."""
 _FIRST_PAUSE_SECONDS = 0.5
 _LONGEST_PAUSE_SECONDS = 8.0
+_JITTER = 0.25
 _TRIED_AGAIN = frozenset({408, 409, 429})
+_CANNOT_HEAL = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
+_OPTIONS_OF_CLIENTS = frozenset({"extra_body", "extra_headers", "extra_query", "max_retries", "timeout"})
 _SHOWN_CHARACTERS = 2000
 
 
@@ -47,6 +52,8 @@ async def complete_chat(
             error: Exception = ModelCallError(answer.status_code, answer.text)
             if not _may_try_again(answer):
                 raise error
+        except _CANNOT_HEAL:
+            raise
         except httpx.TransportError as lost:
             error = lost
         if not retries_left:
@@ -59,10 +66,12 @@ def build_chat_body(model: str, messages: Sequence[Mapping[str, Any]], options: 
     """The body of a chat completion that is not streamed.
 
     Raises:
-        ValueError: a stream was asked for.
+        ValueError: a stream was asked for, or something that no request has.
     """
     if options.get("stream"):
         raise ValueError("a stream needs a client: episode.openai() or episode.anthropic()")
+    if foreign := sorted(_OPTIONS_OF_CLIENTS & options.keys()):
+        raise ValueError(f"{', '.join(foreign)}: an option of clients, and no part of a request: use episode.openai()")
     return {"model": model, "messages": list(messages), **options}
 
 
@@ -82,4 +91,5 @@ def _may_try_again(answer: httpx.Response) -> bool:
 
 
 def _pause_seconds(num_tries: int) -> float:
-    return float(min(_FIRST_PAUSE_SECONDS * 2.0**num_tries, _LONGEST_PAUSE_SECONDS))
+    pause = min(_FIRST_PAUSE_SECONDS * 2.0**num_tries, _LONGEST_PAUSE_SECONDS)
+    return float(pause * (1 - _JITTER * random.random()))  # not all episodes of a worker at once

@@ -69,6 +69,10 @@ MAX_STARTING_GROUPS = 8
 """Starts of groups that may be unconfirmed at once. The server makes them one after the other, since each holds the
 run: with hundreds in one workflow task it takes too long, and fails; with thirty, a busy server puts off those that
 have waited for longest again and again."""
+MAX_STARTING_GROUPS_ONCE = 32
+"""What it was when runs may have been begun that are still open."""
+FEW_STARTING_GROUPS = "few-starting-groups"
+"""Name of the change in histories."""
 
 AWAIT_SERVER_HEARTBEAT = timedelta(seconds=10)
 WATCH_ENGINES_HEARTBEAT = timedelta(seconds=5)

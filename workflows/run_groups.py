@@ -73,7 +73,7 @@ class RunGroups:
         if core.spec.run.mode == "train" or core.state.weights is None:
             return
         while core.ledger.can_admit(core.state.stop_requested):
-            if len(self._starting) >= policies.MAX_STARTING_GROUPS:
+            if len(self._starting) >= self._find_most_starting():
                 return  # `_play` goes on when one has started
             if not self._curriculum.covers_next_group:
                 self._plan_block()
@@ -107,6 +107,11 @@ class RunGroups:
     def forget_reattached(self) -> None:
         """The next generation of the run attaches to them."""
         self._reattached.clear()
+
+    def _find_most_starting(self) -> int:
+        """Runs that were begun before there was a lower bound go on by the old one."""
+        few = workflow.patched(policies.FEW_STARTING_GROUPS)
+        return policies.MAX_STARTING_GROUPS if few else policies.MAX_STARTING_GROUPS_ONCE
 
     def _plan_block(self) -> None:
         if not self._curriculum.planning:

@@ -36,7 +36,8 @@ with contextlib.suppress(ImportError):  # with it, `ps` tells the processes apar
     _NAME.write_bytes(_NAME_AT_START)
 
 Wanted = dict[str, Any]
-"""`number` of the request, `modules` that it needs, `argv`, `cwd`, `log`, and `env`, which is added to the server's."""
+"""`number` of the request, `modules` that it needs, `argv`, `cwd`, `log`, and `env` and `niceness`, which are added to
+the server's."""
 
 _TO_END = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 """What asks a program to end. A service manager asks all processes at once; the forks shall then end in good order, as

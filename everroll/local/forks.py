@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from everroll.local.identity import ProcessIdentity, identify
-from everroll.local.process import LAUNCHER, Preload, ProcessSpec, begin_log, kill_group
+from everroll.local.process import Preload, ProcessSpec, begin_log, kill_group, launch_with_parent
 
 _FORK_SECONDS = 180.0
 """With importing what the process needs, on a busy machine."""
@@ -195,8 +195,7 @@ class ForkServer:
         begin_log(self._log, command)
         with self._log.open("ab") as output:
             self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), "0"),
-                *command,
+                *launch_with_parent(*command),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=output,

@@ -32,11 +32,11 @@ TEMPORAL_TUNING = (
     *("--dynamic-config-value", "matching.numTaskqueueReadPartitions=1"),
     *("--dynamic-config-value", "matching.numTaskqueueWritePartitions=1"),
 )
-_TEMPORAL_RUNTIME = {"GOGC": "400", "GODEBUG": "adaptivestackstart=1"}
-"""About a seventh less processor time than by Go's defaults, for some 200 MiB of memory under load."""
-BEHIND_TEMPORAL = 5
-"""Niceness of all others. Where a trainer, an engine or thousands of episodes take all processors, Temporal answers
-late: heartbeats and workflow tasks time out, and what was done is done again."""
+_TEMPORAL_RUNTIME = {"GOGC": "400", "GOMEMLIMIT": "1GiB", "GODEBUG": "adaptivestackstart=1"}
+"""About a seventh less processor time than by Go's defaults, for more memory, up to a soft limit."""
+NICENESS_OF_COMPUTING = 5
+"""Of engine and trainer, which take all processors that there are: where Temporal answers late, heartbeats and workflow
+tasks time out, and what was done is done again."""
 _ENGINE_READY_SECONDS = 300.0
 """Loading a large model takes minutes."""
 
@@ -184,7 +184,7 @@ def _plan_engine(options: StackOptions, model: ModelSection, addresses: StackAdd
         env=_torch_environment(),
         preload=_preload_torch(options),
         modules=_ENGINE_MODULES,
-        niceness=BEHIND_TEMPORAL,
+        niceness=NICENESS_OF_COMPUTING,
         ready=HttpReady(f"{url}/health"),
         stage=1,
         cwd=options.directory,
@@ -209,7 +209,6 @@ def _plan_session_server(
         env={"EVERROLL_ADMIN_KEY": admin_key, "PYTHONPATH": _import_path(options.import_path)},
         preload=_preload_servers(options),
         modules=_SESSION_MODULES,
-        niceness=BEHIND_TEMPORAL,
         ready=HttpReady(f"{addresses.session_url}/health"),
         stage=1,
         cwd=options.directory,
@@ -240,7 +239,7 @@ def _plan_workers(
             name=f"worker-{role}",
             argv=_worker_command(role, options.trainer_processes),
             env=env | (_wait_for(options, addresses) if role == "rollout" else {}),
-            niceness=BEHIND_TEMPORAL,
+            niceness=NICENESS_OF_COMPUTING if role == "trainer" else 0,
             ready=WorkerReady(connection, queue, "workflow" if kind == "workflow" else "activity"),
             preload=preload,
             modules=_WORKER_MODULES[role],

@@ -14,7 +14,7 @@ from typing import Protocol
 
 from everroll.local.identity import ProcessIdentity, identify
 
-LAUNCHER = Path(__file__).with_name("launch.py")
+_LAUNCHER = Path(__file__).with_name("launch.py")
 _MAX_LOG_BYTES = 64 * 1024 * 1024
 
 
@@ -104,8 +104,7 @@ class Child:
         begin_log(log, argv)
         with log.open("ab") as output:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-S", str(LAUNCHER), str(os.getpid()), str(niceness)),
-                *argv,
+                *launch_with_parent(*argv, niceness=niceness),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -133,6 +132,11 @@ class Child:
             self._process.kill()
             await self._process.wait()
         kill_group(self.identity.pid)
+
+
+def launch_with_parent(*argv: str, niceness: int = 0) -> list[str]:
+    """The command that runs this one so that it dies with the calling process."""
+    return [sys.executable, "-I", "-S", str(_LAUNCHER), str(os.getpid()), str(niceness), *argv]
 
 
 def kill_group(leader: int) -> None:

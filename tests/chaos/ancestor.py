@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from everroll.local import launch
 from everroll.local.identity import ProcessIdentity, identify
+from everroll.local.process import launch_with_parent
 from tests.chaos.clock import Clock, open_clock
 
 _START_SECONDS = 300.0
@@ -31,9 +31,8 @@ class Ancestor:
         self.clock: Clock | None = open_clock(Path(directory))
         """Of all that descends from it."""
         clock = {} if self.clock is None else self.clock.environment
-        launcher = (sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0")
         self._process = subprocess.Popen(
-            [*launcher, sys.executable, "-m", "tests.chaos.zygote"],
+            launch_with_parent(sys.executable, "-m", "tests.chaos.zygote"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_WAIT_POLICY": "PASSIVE", **clock},

@@ -10,12 +10,11 @@ import contextlib
 import ctypes
 import os
 import subprocess
-import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from everroll.local import launch
+from everroll.local.process import launch_with_parent
 from tests.chaos.machine import call
 
 HERE = "10.211.1.1"
@@ -45,7 +44,7 @@ class Node:
 async def open_node() -> AsyncIterator[Node]:
     """A node that lasts as long as the block. Only inside of `machine`."""
     keeper = subprocess.Popen(  # noqa: ASYNC220 (its parent must be this thread: it dies with it)
-        [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0", "unshare", "--net", "sleep", "infinity"]
+        launch_with_parent("unshare", "--net", "sleep", "infinity")
     )
     try:
         namespace = Path(f"/proc/{keeper.pid}/ns/net")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import os
 import signal
 import subprocess
 import sys
@@ -20,10 +19,9 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from everroll.contracts.spec import ModelSection
-from everroll.local import launch
 from everroll.local.identity import ProcessIdentity, identify, is_running, send_signal
 from everroll.local.plan import StackOptions, plan_processes
-from everroll.local.process import ProcessSpec, read_log_tail
+from everroll.local.process import ProcessSpec, launch_with_parent, read_log_tail
 from everroll.local.restarts import RestartPolicy
 from everroll.local.root import find_root
 from everroll.local.signals import InterruptedBySignalError, run_interruptibly
@@ -132,8 +130,7 @@ class Stack:
             self._supervisor = find_ancestor().start("tests.chaos.stack", [str(self._file)], ROOT, self._log)
             return
         with self._log.open("ab") as log:
-            launcher = [sys.executable, "-I", "-S", launch.__file__, str(os.getpid()), "0"]
-            command = [*launcher, sys.executable, "-m", "tests.chaos.stack", str(self._file)]
+            command = launch_with_parent(sys.executable, "-m", "tests.chaos.stack", str(self._file))
             process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=ROOT)
         _started.append(process)
         self._supervisor = identify(process.pid) or ProcessIdentity(pid=process.pid, started="ended")

@@ -145,8 +145,16 @@ async def test_a_wait_that_nobody_asks_for_again_is_given_up(
             pass
         with waits.hold(run_name, [0]) as (second,):
             assert second is first
+            with waits.hold(run_name, [0]) as (third,):  # two attempts at one activity
+                assert third is first
+            await asyncio.wait([first], timeout=0.2)  # four times what it is kept for
+            assert not first.done()
         await asyncio.wait([first], timeout=SECONDS)
         assert first.cancelled()
         await groups[0].signal(WaitedGroup.end, 5)
-        with waits.hold(run_name, [0]) as (third,):
-            assert (await asyncio.wait_for(third, SECONDS)).num_episodes == 5
+        with waits.hold(run_name, [0]) as (anew,):
+            assert (await asyncio.wait_for(anew, SECONDS)).num_episodes == 5
+        again = await start_group(client.temporal, run_name, task_queue, 0)
+        await again.signal(WaitedGroup.end, 6)
+        with waits.hold(run_name, [0]) as (last,):  # the one that was told is not told again
+            assert (await asyncio.wait_for(last, SECONDS)).num_episodes == 6

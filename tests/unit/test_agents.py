@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +15,31 @@ import httpx
 import numpy as np
 import openai
 import pytest
+from aiohttp import web
 
 from everroll.agents import AgentClients, AgentError, Episode, check_result, load_agent_function, run_agent
 from everroll.contracts.rollout import EpisodeKey
 from everroll.contracts.spec import AgentSpec
 from everroll.failures import ConfigurationError
+from everroll.http_client import FaithfulTransport
 from everroll.prompts import Prompt
 
 
 @pytest.fixture
 def episode() -> Episode:
+    return build_episode(AgentClients(httpx.AsyncClient()))
+
+
+def build_episode(clients: AgentClients, base_url: str = "http://127.0.0.1:1/v1") -> Episode:
     prompt = Prompt(index=0, messages=[{"role": "user", "content": "hi"}], label=5)
     return Episode(
         key=EpisodeKey(run="r", group=0, member=0),
         prompt=prompt,
-        base_url="http://127.0.0.1:1/v1",
+        base_url=base_url,
         api_key="secret-key",
         seed=1,
         args={"x": 1},
-        clients=AgentClients(httpx.AsyncClient()),
+        clients=clients,
     )
 
 
@@ -257,9 +263,50 @@ async def test_an_openai_client_that_wants_another_transport_uses_its_own(monkey
                 raise TypeError("Invalid `http_client` argument")
             super().__init__(**options)
 
-    for kind in (openai.AsyncOpenAI, Strict):
-        monkeypatch.setattr(openai, "AsyncOpenAI", kind)
-        async with httpx.AsyncClient() as http:
-            clients = AgentClients(http)
-            assert type(clients.get_openai()) is kind
+    assert type(await find_transport()) is FaithfulTransport
+    monkeypatch.setattr(openai, "AsyncOpenAI", Strict)
+    assert type(await find_transport()) is not FaithfulTransport
+
+
+async def find_transport() -> object:
+    """What an OpenAI client of a worker's event loop sends with."""
+    async with httpx.AsyncClient() as http:
+        clients = AgentClients(http)
+        try:
+            return clients.get_openai()._client._transport
+        finally:
             await clients.close()
+
+
+async def ask_openai(episode: Episode) -> None:
+    client = episode.openai()
+    await client.chat.completions.create(model="policy", messages=[])
+    if threading.current_thread() is not threading.main_thread():
+        await client.close()  # it is this thread's own
+
+
+async def ask_without_client(episode: Episode) -> None:
+    await episode.chat([])
+
+
+@pytest.mark.parametrize("ask", [ask_openai, ask_without_client])
+async def test_an_agent_with_an_event_loop_of_its_own_breaks_no_other(
+    ask: Callable[[Episode], Coroutine[Any, Any, None]],
+) -> None:
+    """The first to ask runs its own loop on a thread, as harnesses with a blocking call do; others use the worker's."""
+
+    async def answer(request: web.Request) -> web.Response:
+        return web.json_response({"choices": []})
+
+    app = web.Application()
+    app.router.add_post("/v1/chat/completions", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with httpx.AsyncClient() as http:
+        episode = build_episode(AgentClients(http), f"http://127.0.0.1:{runner.addresses[0][1]}/v1")
+        for _ in range(2):
+            await asyncio.to_thread(asyncio.run, ask(episode))
+            await ask(episode)
+        await episode.clients.close()
+    await runner.cleanup()

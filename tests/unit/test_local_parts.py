@@ -76,13 +76,14 @@ def test_whole_stack_is_planned_from_a_model(tmp_path: Path) -> None:
     assert all("secret" not in argument for argv in planned.values() for argument in argv)
 
 
-def test_where_processors_are_short_temporal_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Heartbeats are lost otherwise. What a person has set for Go's programs counts."""
+def test_what_computes_comes_last_where_cores_are_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Heartbeats would be lost. What a person has set for Go's programs counts."""
     monkeypatch.setenv("GOGC", "50")
     options = make_options(tmp_path, model=ModelSection(path="/models/tiny", renderer="qwen3"))
     temporal, *others = plan_processes(options, choose_addresses(options, lambda port: port, print), "secret")
-    assert all(other.niceness > temporal.niceness for other in others)
-    assert temporal.env == {"GOGC": "50", "GODEBUG": "adaptivestackstart=1"}
+    assert temporal.niceness == 0
+    assert {other.name for other in others if other.niceness > 0} == {"engine", "worker-trainer"}
+    assert temporal.env == {"GOGC": "50", "GOMEMLIMIT": "1GiB", "GODEBUG": "adaptivestackstart=1"}
 
 
 def test_rollout_workers_load_beside_the_servers_that_they_wait_for(tmp_path: Path) -> None:

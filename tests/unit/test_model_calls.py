@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
+import httpx
 import pytest
 from aiohttp import web
 
@@ -72,6 +73,19 @@ async def test_an_answer_that_is_no_object_is_an_error(text: str) -> None:
     async with serve([web.Response(text=text)]) as (url, _), build_http_client() as http:
         with pytest.raises(ModelCallError, match="no JSON object"):
             await complete_chat(http, url, "key", BODY)
+
+
+async def test_what_cannot_be_sent_is_not_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("everroll.model_calls._FIRST_PAUSE_SECONDS", 1000.0)
+    monkeypatch.setattr("everroll.model_calls._LONGEST_PAUSE_SECONDS", 1000.0)
+    async with build_http_client() as http:
+        with pytest.raises(httpx.UnsupportedProtocol):
+            await complete_chat(http, "nothing://127.0.0.1", "key", BODY)
+
+
+def test_options_of_clients_are_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"max_retries, timeout: .* episode\.openai\(\)"):
+        build_chat_body("policy", [], {"timeout": 5, "max_retries": 1})
 
 
 def test_a_stream_needs_a_client() -> None:
