@@ -49,6 +49,12 @@ async def play_normal(client: EverrollClient, run: str, task_queue: str) -> None
         pass
 
 
+async def play_wide(client: EverrollClient, run: str, task_queue: str) -> None:
+    """More groups at once than may be starting at once."""
+    async with _running(client, build_spec(run, task_queue, rollout={"groups_per_step": 12}), Simulation()):
+        pass
+
+
 async def play_losses(client: EverrollClient, run: str, task_queue: str) -> None:
     """Overlap; a member is sampled again, a group is dropped, one is stale and sampled again, one a straggler."""
     simulation = Simulation()
@@ -205,6 +211,7 @@ class Scenario:
 
 SCENARIOS = [
     Scenario("normal", play_normal),
+    Scenario("wide", play_wide),
     Scenario("losses", play_losses),
     Scenario("pause", play_pause),
     Scenario("continued", play_continued),
