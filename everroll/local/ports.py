@@ -8,9 +8,15 @@ from __future__ import annotations
 
 import fcntl
 import os
+import random
 import socket
 import tempfile
 from pathlib import Path
+
+_FREE_PORTS = range(20_000, 32_768)
+"""Below those that systems give to outgoing connections, and to servers that ask for any: from 32,768 on Linux, 49,152
+on macOS. One of these might be taken again before its server listens, for good by one of Temporal's own."""
+_TRIES = 200
 
 
 def is_free(port: int) -> bool:
@@ -29,6 +35,10 @@ def choose_port(wanted: int) -> int:
     """`wanted` if it is free now, else a free port; 0 asks for a free one."""
     if wanted and is_free(wanted):
         return wanted
+    # Not by the process' own numbers, of which forks have the same.
+    for port in random.SystemRandom().sample(_FREE_PORTS, _TRIES):
+        if is_free(port):
+            return port
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

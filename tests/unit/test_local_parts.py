@@ -19,7 +19,7 @@ from everroll.local.plan import (
     plan_processes,
     wanted_ports,
 )
-from everroll.local.ports import PortReservations
+from everroll.local.ports import PortReservations, choose_port
 from everroll.local.restarts import CrashRecord, RestartPolicy
 from everroll.local.root import find_root
 from everroll.local.state import StackAddresses, StackDirectory, StackError
@@ -217,3 +217,12 @@ def test_a_stack_comes_back_at_its_addresses(tmp_path: Path) -> None:
     assert directory.read_last_addresses() is None
     directory.addresses_file.write_text(last.model_dump_json())
     assert directory.read_last_addresses() == last
+
+
+def test_a_chosen_port_is_none_that_others_are_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Found by chaos: one of Temporal's internal servers was given the session server's port, and kept it."""
+    chosen = {choose_port(0) for _ in range(50)}
+    assert max(chosen) < 32_768
+    assert len(chosen) > 40
+    monkeypatch.setattr("everroll.local.ports.is_free", lambda port: False)
+    assert choose_port(0) > 0  # any, where all of those are taken
