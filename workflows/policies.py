@@ -70,7 +70,7 @@ MAX_STARTING_GROUPS = 8
 run: with hundreds in one workflow task it takes too long, and fails; with thirty, a busy server puts off those that
 have waited for longest again and again."""
 MAX_STARTING_GROUPS_ONCE = 32
-"""What it was when runs may have been begun that are still open."""
+"""The bound of runs that were begun while it was this high."""
 FEW_STARTING_GROUPS = "few-starting-groups"
 """Name of the change in histories."""
 
